@@ -1,0 +1,155 @@
+"""The configuration: composing it, checking it. Keys, defaults and their meaning are in configs/."""
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, open_dict
+
+from nanoT5 import UserError, data, model, optim
+
+FOLDER = Path(__file__).parent.parent / "configs"
+
+Rule = tuple[str, Callable[[object], bool]]  # what a value has to be, in words and as a test
+
+
+def choice(*values) -> Rule:
+    # True == 1 in Python, but optim.rms_scale=1 is a slip
+    return "one of " + ", ".join(str(v) for v in values), lambda v: any(v is w or v == w != 1 for w in values)
+
+
+def whole(least: int) -> Rule:
+    return f"a whole number from {least} up", lambda v: type(v) is int and v >= least
+
+
+def number(words: str, test: Callable[[float], bool]) -> Rule:
+    return words, lambda v: type(v) in (int, float) and test(v)
+
+
+def or_null(rule: Rule) -> Rule:
+    return f"{rule[0]}, or null", lambda v: v is None or rule[1](v)
+
+
+TEXT: Rule = ("a text", lambda v: isinstance(v, str) and v != "")
+SWITCH = choice(True, False)
+NOT_NEGATIVE = number("a number from 0 up", lambda v: 0 <= v < float("inf"))
+SHARE = number("a number between 0 and 1", lambda v: 0 < v < 1)
+
+RULES: dict[str, Rule] = {
+    "seed": whole(0),
+    "device": choice("auto", "cpu", "gpu"),
+    "precision": choice("auto", "bf16", "fp32"),
+    "eval_only": SWITCH,
+    "tag": TEXT,
+    "model.klass": choice(*model.CLASSES),
+    "model.dropout_rate": number("a number from 0 to below 1", lambda v: 0 <= v < 1),
+    "model.random_init": SWITCH,
+    "model.checkpoint_path": or_null(TEXT),
+    "model.compile": choice("auto", True, False),
+    "model.d_model": whole(1),
+    "model.d_kv": whole(1),
+    "model.num_heads": whole(1),
+    "model.d_ff": whole(1),
+    "model.num_layers": whole(1),
+    "model.num_decoder_layers": whole(1),
+    "data.source": choice("docstrings", "text"),
+    "data.path": TEXT,
+    "data.tokenizer": or_null(TEXT),
+    "data.vocab_size": whole(16),
+    "data.input_length": whole(2),
+    "data.mlm_probability": SHARE,
+    "data.mean_noise_span_length": number("a number from 1 up", lambda v: 1 <= v < float("inf")),
+    "data.held_out": SHARE,
+    "data.streams": whole(1),
+    "data.shuffle_block": whole(1),
+    "data.num_workers": whole(0),
+    "data.cache": TEXT,
+    "optim.name": choice(*optim.OPTIMIZERS),
+    "optim.rms_scale": or_null(SWITCH),
+    "optim.base_lr": or_null(number("a number above 0", lambda v: 0 < v < float("inf"))),
+    "optim.batch_size": whole(1),
+    "optim.total_steps": whole(1),
+    "optim.warmup_steps": whole(0),
+    "optim.lr_scheduler": choice(*optim.SCHEDULES),
+    "optim.final_cosine": NOT_NEGATIVE,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.grad_clip": NOT_NEGATIVE,
+    "optim.grad_acc": whole(1),
+    "eval.every_steps": whole(1),
+    "eval.steps": whole(1),
+    "eval.batch_size": whole(1),
+    "checkpoint.every_steps": whole(1),
+    "checkpoint.resume": or_null(TEXT),
+    "logging.every_steps": whole(1),
+}
+
+
+def flat(cfg: DictConfig) -> dict[str, object]:
+    """Every key of a config with its value: {"optim.batch_size": 32, ...}."""
+    values = {}
+    for key, value in cfg.items():
+        if isinstance(value, DictConfig):
+            values |= {f"{key}.{inner}": v for inner, v in flat(value).items()}
+        else:
+            values[key] = value
+    return values
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a config that cannot be run, before anything is built, with a sentence for everything that is wrong."""
+    faults = []
+    values = flat(cfg)
+    for key, value in values.items():
+        if key not in RULES:
+            faults.append(unknown(key))
+        elif not RULES[key][1](value):
+            faults.append(f"{key}={'null' if value is None else value}: it has to be {RULES[key][0]}")
+    if not faults:
+        faults = list(contradictions(cfg))
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def contradictions(cfg: DictConfig):
+    """What is wrong with keys that are each right."""
+    o = cfg.optim
+    if o.batch_size % o.grad_acc:
+        yield f"optim.batch_size={o.batch_size} is not divisible by optim.grad_acc={o.grad_acc}: change one of them"
+    if o.warmup_steps >= o.total_steps and o.lr_scheduler == "cosine":
+        yield f"optim.warmup_steps={o.warmup_steps} leaves no step of optim.total_steps={o.total_steps} for the cosine"
+    if cfg.data.num_workers > cfg.data.streams:
+        yield f"data.num_workers={cfg.data.num_workers}: at most data.streams={cfg.data.streams} of them have work"
+    try:
+        data.span_lengths(cfg.data.input_length, cfg.data.mlm_probability, cfg.data.mean_noise_span_length)
+    except ValueError as error:
+        yield f"data.input_length, data.mlm_probability and data.mean_noise_span_length do not go together: {error}"
+    needs_weights = cfg.eval_only or not cfg.model.random_init
+    if needs_weights and cfg.model.checkpoint_path is None:
+        yield "model.checkpoint_path is needed with eval_only=true or model.random_init=false: name a checkpoint"
+
+
+def unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, RULES, n=1) or [k for k in RULES if k.split(".")[-1] == key.split(".")[-1]]
+    return f"{key} is not a key{f', did you mean {near[0]}?' if near else ': configs/config.yaml lists them'}"
+
+
+def explain(error: Exception) -> str:
+    """Hydra's and OmegaConf's complaints about a command line, in one sentence."""
+    message = str(error)
+    if key := re.search(r"full_key: (\S+)|Could not override '([^']+)'", message):
+        return unknown(key[1] or key[2])
+    return " ".join(message.split())
+
+
+def load(overrides: list[str]) -> tuple[DictConfig, Path]:
+    """(config, run folder) of a command line, as `python -m nanoT5.main` composes them."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        cfg = compose("config", overrides, return_hydra_config=True)
+    folder = Path(cfg.hydra.run.dir)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, folder

@@ -1,0 +1,510 @@
+"""Text to training batches. Each stage yields its items with all that is needed to go on from there:
+
+  1. sources    files of documents, one document a row: (row number, text)
+  2. streams    each of a fixed number of logical streams reads its own rows, epoch after epoch
+  3. chunks     its documents, each closed by eos, are encoded, joined and cut into chunks of raw_length ids
+  4. shuffle    chunks are permuted within blocks; the permutation is a function of the seed and the block's place
+  5. batches    sample n of the training run is the next chunk of stream n modulo the number of streams
+  6. corruption T5's span corruption, a function of the seed and n alone
+
+So the batches depend on text, configuration and seed, never on how many workers make them. A stream's whole state is five
+integers: where its current block begins and how many of the block's chunks are used.
+
+Shapes: B sequences, R = raw_length, S input tokens, T target tokens.
+"""
+
+import ast
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import re
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+
+from nanoT5 import UserError
+from nanoT5 import tokenizer as tokenizers
+from nanoT5.tokenizer import SENTINELS, Tokenizer, write_whole
+
+FIXED_SEED = 0  # of what does not follow the run's seed: the tokenizer's sample and the evaluation batches
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Span corruption: Raffel et al. 2020, section 3.1.4; t5.data.preprocessors of google-research/text-to-text-transfer-transformer
+
+
+def span_counts(raw_length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
+    """Noise tokens and noise spans in a chunk of raw_length tokens."""
+    noise = round(raw_length * noise_density)
+    return noise, round(noise / mean_span_length)
+
+
+def span_lengths(input_length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
+    """(raw_length, target_length): the longest chunk whose corrupted input has at most input_length tokens.
+
+    Both sides count one sentinel a span and the eos (T5's random_spans_helper). Raises ValueError where T5's scheme
+    degenerates: no noise, no span, spans that would be empty, or more spans than there are sentinels.
+    """
+
+    def lengths(raw: int) -> tuple[int, int]:
+        noise, spans = span_counts(raw, noise_density, mean_span_length)
+        return raw - noise + spans + 1, noise + spans + 1
+
+    raw = input_length - 1
+    while lengths(raw + 1)[0] <= input_length:
+        raw += 1
+    if noise_density == 0.5 and lengths(raw)[1] > input_length:  # T5 makes targets as long as inputs here
+        raw -= 1
+    noise, spans = span_counts(raw, noise_density, mean_span_length)
+    if not 1 <= spans <= min(noise, raw - noise, SENTINELS):
+        raise ValueError(
+            f"inputs of {input_length} tokens give {noise} noise tokens in {spans} spans among {raw} tokens: "
+            f"between 1 and {SENTINELS} spans are needed, each of at least one token, and as much text between them"
+        )
+    return raw, lengths(raw)[1]
+
+
+def random_bits(seed: int, index: np.ndarray, count: int) -> np.ndarray:
+    """uint64 (len(index), count), a hash of (seed, index, position): the output function of splitmix64.
+
+    Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". A counter-based generator draws a whole
+    batch at once while each row depends on its own index alone.
+    """
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(z: np.ndarray) -> np.ndarray:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    key = mix(np.array([seed], dtype=np.uint64) * gamma)
+    key = mix(key + index.astype(np.uint64)[:, None] * gamma)
+    return mix(key + np.arange(1, count + 1, dtype=np.uint64) * gamma)
+
+
+def random_segments(bits: np.ndarray, segments: int) -> np.ndarray:
+    """Cut n items into `segments` non-empty runs, every way equally likely: run lengths, int64 (B, segments).
+
+    bits: uint64 (B, n - 1), one random key for each place between two items; the smallest keys are the cuts.
+    """
+    cuts = np.sort(np.argsort(bits, axis=1)[:, : segments - 1], axis=1) + 1
+    return np.diff(cuts, axis=1, prepend=0, append=bits.shape[1] + 1)
+
+
+def corrupt(
+    chunks: np.ndarray,
+    chunk_index: np.ndarray,
+    seed: int,
+    *,
+    noise_density: float,
+    mean_span_length: float,
+    sentinel_ids: np.ndarray,
+    eos_id: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """T5's span corruption of a batch: (input_ids, labels), int64 (B, S) and (B, T).
+
+    chunks: int (B, R) token ids without sentinels. chunk_index: int (B,); the spans of a row depend only on seed and its
+    index. Text and noise alternate, text first, each cut into the same number of spans. The input has the k-th noise span
+    replaced by sentinel k, the labels the k-th text span; both end in eos.
+    """
+    rows, raw_length = chunks.shape
+    noise, spans = span_counts(raw_length, noise_density, mean_span_length)
+    text = raw_length - noise
+    bits = random_bits(seed, chunk_index, raw_length - 2)
+    text_lengths = random_segments(bits[:, : text - 1], spans)
+    noise_lengths = random_segments(bits[:, text - 1 :], spans)
+    ends = np.stack([text_lengths, noise_lengths], axis=2).reshape(rows, 2 * spans).cumsum(axis=1)
+    starts = np.zeros((rows, raw_length), dtype=np.int64)
+    np.put_along_axis(starts, ends[:, :-1], 1, axis=1)
+    segment = starts.cumsum(axis=1)  # 0 text, 1 noise, 2 text, ...
+    starts[:, 0] = 1
+    sentinels = sentinel_ids[segment // 2]
+
+    def side(hidden: np.ndarray, kept: int) -> np.ndarray:
+        first = hidden & (starts == 1)
+        ids = np.where(first, sentinels, chunks)[first | ~hidden].reshape(rows, kept + spans)
+        return np.concatenate([ids, np.full((rows, 1), eos_id)], axis=1)
+
+    is_noise = segment % 2 == 1
+    return side(is_noise, text), side(~is_noise, noise)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+@dataclass(frozen=True)
+class Corpus:
+    files: list[Path]
+    description: dict  # printed and stored with the run
+
+
+def read_jsonl(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
+    with path.open("rb") as lines:
+        for row, line in enumerate(lines):
+            if wanted(row) and line.strip():
+                try:
+                    text = json.loads(line)["text"]
+                    if not isinstance(text, str):
+                        raise TypeError
+                except (ValueError, KeyError, TypeError):
+                    raise UserError(f'{path}, line {row + 1}: expected a JSON object with a string "text"') from None
+                yield row, text
+
+
+def read_txt(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
+    """Documents are separated by blank lines."""
+    row, lines = 0, []
+    with path.open(encoding="utf-8-sig", errors="replace") as text:
+        for line in itertools.chain(text, [""]):  # the empty last line closes the last document
+            if line.strip():
+                lines.append(line)
+            elif lines:
+                if wanted(row):
+                    yield row, "".join(lines)
+                row, lines = row + 1, []
+
+
+READERS = {".jsonl": read_jsonl, ".txt": read_txt}
+
+
+def text_corpus(pattern: str) -> Corpus:
+    """The .txt and .jsonl files of a path or glob, in the order of their names."""
+    files = sorted(path for path in map(Path, glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file())
+    if not files:
+        raise UserError(f"data.path={pattern} matches no file: give a .txt or .jsonl file, or a quoted glob of them")
+    if odd := [path for path in files if path.suffix not in READERS]:
+        raise UserError(f"data.path: {odd[0]} is not a {' or '.join(READERS)} file")
+    size = sum(path.stat().st_size for path in files)
+    if size == 0:
+        raise UserError(f"data.path={pattern} has no text in it")
+    return Corpus(files, {"path": pattern, "files": len(files), "bytes": size})
+
+
+# Folders of no interest to a reader of documentation: tests, and copies of other packages.
+SKIPPED = {"test", "tests", "testing", "_vendor", "site-packages", "idlelib"}
+
+
+def docstrings_corpus(cache: Path) -> Corpus:
+    """English prose from the docstrings of the standard library and of the installed requirements, built once.
+
+    Sources are parsed, never imported. A document is what one module says, its paragraphs in order, without code and
+    without paragraphs that an earlier module had; modules follow each other in a fixed pseudo-random order. The corpus is
+    a function of the installed versions, which name the cache file.
+    """
+    packages = requirements_closure()
+    versions = {"python": sysconfig.get_config_var("py_version")} | {p.name: p.version for p in packages.values()}
+    key = hashlib.sha256(repr((versions, corpus_digest())).encode()).hexdigest()[:16]
+    path = cache / f"docstrings-{key}.jsonl"
+    about = path.with_suffix(".json")
+    if not about.is_file() or not path.is_file():
+        documents = sorted(gather_docstrings(packages), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+        content = "".join(json.dumps({"module": m, "text": t}, ensure_ascii=False) + "\n" for m, t in documents).encode()
+        facts = {
+            "documents": len(documents),
+            "bytes": sum(len(text.encode()) for _, text in documents),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "versions": versions,
+        }
+        write_whole(path, content)
+        write_whole(about, json.dumps(facts, indent=1).encode())
+    return Corpus([path], json.loads(about.read_text()))
+
+
+def corpus_digest() -> str:
+    """Changes whenever the code that builds the corpus does, so that no stale cache is read."""
+    import inspect
+
+    return hashlib.sha256("".join(map(inspect.getsource, (gather_docstrings, prose, docstrings))).encode()).hexdigest()
+
+
+def requirements_closure() -> dict[str, importlib.metadata.Distribution]:
+    """The installed distributions that requirements.txt names, and those that they require, by normalised name."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    listed = (Path(__file__).parent.parent / "requirements.txt").read_text().splitlines()
+    queue = deque(Requirement(line) for line in listed if line.strip() and not line.startswith("#"))
+    found = {}
+    while queue:
+        requirement = queue.popleft()
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        queue.extend(map(Requirement, found[name].requires or []))
+    return dict(sorted(found.items()))
+
+
+def gather_docstrings(packages: dict[str, importlib.metadata.Distribution]) -> Iterator[tuple[str, str]]:
+    """(module, its text) for every Python file that has prose in docstrings not seen before."""
+    library = Path(sysconfig.get_path("stdlib"))
+    modules = {f"python/{path.relative_to(library).as_posix()}": path for path in library.rglob("*.py")}
+    for name, package in packages.items():
+        modules |= {f"{name}/{f}": Path(package.locate_file(f)) for f in package.files or () if f.suffix == ".py"}
+    modules = {name: path for name, path in sorted(modules.items()) if not SKIPPED & set(name.split("/"))}
+    seen = set()
+    with ProcessPoolExecutor() as pool:
+        for name, texts in zip(modules, pool.map(docstrings, modules.values(), chunksize=64)):
+            paragraphs = [p for text in texts for p in prose(text)]
+            new = [p for p in dict.fromkeys(paragraphs) if p not in seen]
+            seen.update(new)
+            if new:
+                yield name, "\n".join(new)
+
+
+def docstrings(path: Path) -> list[str]:
+    """The docstrings of a Python file in the order of its text; none if it cannot be parsed."""
+    gc.disable()  # a syntax tree is a million small objects without cycles: collecting among them doubles the time
+    try:
+        source = path.read_bytes()
+        stack = [ast.parse(source)] if b'"""' in source else []
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found = []
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.append(ast.get_docstring(node))
+        # only statements hold definitions: walking expressions too would take ten times as long
+        stack.extend(child for child in reversed(list(ast.iter_child_nodes(node))) if isinstance(child, ast.stmt))
+    return [text for text in found if text]
+
+
+def prose(docstring: str) -> Iterator[str]:
+    """The paragraphs that read as English: at least 40 characters, four fifths of them letters or spaces, no doctest."""
+    for paragraph in re.split(r"\n\s*\n", docstring):
+        text = " ".join(paragraph.split())
+        if len(text) >= 40 and ">>>" not in text and sum(c.isalpha() or c == " " for c in text) >= 0.8 * len(text):
+            yield text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams, chunks, shuffling
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stream stands; (epoch, file, row) is the document in which its current block begins."""
+
+    epoch: int = 0
+    file: int = 0  # position in this epoch's order of the files
+    row: int = 0
+    skip: int = 0  # tokens of that document that belong to the block before
+    used: int = 0  # chunks of the block already given out
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document is for evaluation: decided by its content, so that neither order nor repetition matters."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of stream number `number` of `streams`: either those for training or those held out."""
+
+    files: list[Path]
+    held_out: float  # share of documents kept for evaluation
+    seed: int  # of the order of the files
+    number: int = 0
+    streams: int = 1
+    evaluation: bool = False
+
+    def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[tuple[Place, str]]:
+        """(place, text) of one epoch from a place on.
+
+        Streams share out the files where there are enough of them, else the rows of every file.
+        """
+        by_file = len(self.files) >= self.streams
+        files = self.files[self.number :: self.streams] if by_file else self.files
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(files))
+        for position in range(file, len(files)):
+            path, first = files[order[position]], row if position == file else 0
+
+            def wanted(r: int, first=first) -> bool:
+                return r >= first and (by_file or r % self.streams == self.number)
+
+            for r, text in READERS[path.suffix](path, wanted):
+                if text.strip() and is_held_out(text, self.held_out) == self.evaluation:
+                    yield Place(epoch, position, r), text
+
+
+@dataclass(frozen=True)
+class Chunker:
+    """Documents to chunks of raw_length ids, each document closed by eos."""
+
+    documents: Documents
+    encode: Callable[[list[str]], list[list[int]]]
+    eos_id: int
+    raw_length: int
+    block: int  # chunks that are shuffled together
+
+    def epoch(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
+        """(place, int32 (up to block, raw_length)) in the order of the text; an epoch's last few tokens are left out."""
+        documents = self.documents.read(start.epoch, start.file, start.row)
+        pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not yet cut up; `skip` tokens of the first are gone
+        skip, tokens, wanted = start.skip, -start.skip, self.block * self.raw_length
+        while True:
+            while tokens < wanted and (group := list(itertools.islice(documents, 64))):
+                for (place, _), ids in zip(group, self.encode([text for _, text in group])):
+                    pending.append((place, np.array([*ids, self.eos_id], dtype=np.int32)))
+                    tokens += len(ids) + 1
+            chunks = min(tokens // self.raw_length, self.block)
+            if chunks < 1:
+                return
+            end = skip + chunks * self.raw_length
+            ids = np.concatenate([ids for _, ids in pending])[skip:end]
+            yield replace(pending[0][0], skip=skip), ids.reshape(chunks, self.raw_length)
+            tokens -= chunks * self.raw_length
+            while pending and len(pending[0][1]) <= end:
+                end -= len(pending.popleft()[1])
+            skip = end
+
+    def shuffled(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
+        """(place after it, chunk int32 (raw_length,)) without end, permuted within each block."""
+        seed, number = self.documents.seed, self.documents.number
+        epoch_start, empty_epochs = replace(start, used=0), 0
+        while empty_epochs < 2:  # the first may have been resumed at its end
+            empty_epochs += 1
+            for place, block in self.epoch(epoch_start):
+                order = np.random.default_rng([seed, number, *astuple(place)]).permutation(len(block))
+                used = start.used if place == replace(start, used=0) else 0
+                for i in range(used, len(block)):
+                    yield replace(place, used=i + 1), block[order[i]]
+                empty_epochs = 0
+            epoch_start = Place(epoch_start.epoch + 1)
+        raise UserError(
+            f"the corpus is too small: stream {number + 1} of {self.documents.streams} has fewer than {self.raw_length} "
+            f"tokens; give more text, a smaller data.input_length or fewer data.streams"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class Parts(IterableDataset):
+    """Without end, a worker's share of each batch: sample numbers (B,), input_ids, labels, places of its streams."""
+
+    def __init__(self, streams: list[Chunker], batch_size: int, corruption: Callable, state: dict):
+        self.streams, self.batch_size, self.corruption, self.state = streams, batch_size, corruption, state
+
+    def __iter__(self):
+        worker = get_worker_info()
+        mine = range(worker.id, len(self.streams), worker.num_workers) if worker else range(len(self.streams))
+        chunks = {s: self.streams[s].shuffled(Place(*self.state["places"][s])) for s in mine}
+        for first in itertools.count(self.state["samples"], self.batch_size):
+            samples = [n for n in range(first, first + self.batch_size) if n % len(self.streams) in mine]
+            try:
+                taken = [next(chunks[n % len(self.streams)]) for n in samples]
+                places = {n % len(self.streams): place for n, (place, _) in zip(samples, taken)}
+                if first == 0 and any(place.epoch for place in places.values()):
+                    raise UserError(f"the corpus is smaller than a batch: lower optim.batch_size={self.batch_size}")
+            except UserError as error:
+                yield error  # raised in a worker process it would arrive wrapped in a traceback
+                return
+            index = np.array(samples)
+            yield index, *self.corruption(np.stack([chunk for _, chunk in taken]), index), places
+
+
+def training_batches(
+    streams: list[Chunker], batch_size: int, corruption: Callable, workers: int, state: dict | None = None
+) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
+    """Endless (batch, state after it); the batch has int64 input_ids (B, S) and labels (B, T).
+
+    Prefetching is harmless because the state travels with its batch: started from it, the batches go on as they would
+    have. They are the same with any number of worker processes, each of which serves its own streams.
+    """
+    state = state or {"samples": 0, "places": [astuple(Place())] * len(streams)}
+    parts = Parts(streams, batch_size, corruption, state)
+    loader = iter(DataLoader(parts, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None))
+    places = list(state["places"])
+    for samples in itertools.count(state["samples"] + batch_size, batch_size):
+        group = list(itertools.islice(loader, max(workers, 1)))
+        for part in group:
+            if isinstance(part, UserError):
+                raise part
+            for stream, place in part[3].items():
+                places[stream] = astuple(place)
+        index, input_ids, labels = (torch.cat([part[i] for part in group]) for i in range(3))
+        order = index.argsort()
+        yield {"input_ids": input_ids[order], "labels": labels[order]}, {"samples": samples, "places": list(places)}
+
+
+@dataclass(frozen=True)
+class Data:
+    corpus: Corpus
+    tokenizer: Tokenizer
+    raw_length: int
+    target_length: int
+    batches: Callable[..., Iterator[tuple[dict[str, torch.Tensor], dict]]]  # training_batches from a state
+    evaluation: list[dict[str, torch.Tensor]]  # the held-out batches
+
+
+def build(cfg) -> Data:
+    """The data of a run, from its whole config."""
+    data = cfg.data
+    cache = Path(data.cache).expanduser()
+    corpus = docstrings_corpus(cache) if data.source == "docstrings" else text_corpus(data.path)
+    if data.tokenizer is None:
+        texts = (text for _, text in Documents(corpus.files, data.held_out, FIXED_SEED).read(epoch=0))
+        tokenizer = tokenizers.train(texts, data.vocab_size, cache)
+    else:
+        tokenizer = tokenizers.load(data.tokenizer)
+    raw_length, target_length = span_lengths(data.input_length, data.mlm_probability, data.mean_noise_span_length)
+
+    def chunker(block: int, seed: int, **documents) -> Chunker:
+        source = Documents(corpus.files, data.held_out, seed, **documents)
+        return Chunker(source, tokenizer.encode, tokenizer.eos_id, raw_length, block)
+
+    corruption = functools.partial(
+        corrupt,
+        noise_density=data.mlm_probability,
+        mean_span_length=data.mean_noise_span_length,
+        sentinel_ids=tokenizer.sentinel_ids,
+        eos_id=tokenizer.eos_id,
+    )
+    streams = [chunker(data.shuffle_block, cfg.seed, number=n, streams=data.streams) for n in range(data.streams)]
+    return Data(
+        corpus,
+        tokenizer,
+        raw_length,
+        target_length,
+        functools.partial(
+            training_batches,
+            streams,
+            cfg.optim.batch_size,
+            functools.partial(corruption, seed=cfg.seed),
+            data.num_workers,
+        ),
+        evaluation_batches(chunker(cfg.eval.batch_size, FIXED_SEED, evaluation=True), cfg.eval.steps, corruption),
+    )
+
+
+def evaluation_batches(chunker: Chunker, steps: int, corruption: Callable) -> list[dict[str, torch.Tensor]]:
+    """The first chunks of the held-out text, always in the same order and corrupted alike, whatever the run's seed."""
+    batches = []
+    for _, chunks in itertools.islice(chunker.epoch(Place()), steps):
+        index = np.arange(len(chunks)) + sum(len(batch["labels"]) for batch in batches)
+        input_ids, labels = corruption(chunks, index, seed=FIXED_SEED)
+        batches.append({"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)})
+    if not batches:
+        raise UserError(
+            f"data.held_out={chunker.documents.held_out} leaves fewer than {chunker.raw_length} tokens of this corpus for "
+            f"evaluation: raise it, or give more documents"
+        )
+    return batches

@@ -1,0 +1,266 @@
+"""T5 v1.1 in plain torch, with the parameter names of transformers.T5ForConditionalGeneration.
+
+Architecture: Raffel et al. 2020 (arXiv:1910.10683); gated GELU: Shazeer 2020 (arXiv:2002.05202). As in T5, norms only
+scale (RMS), linear maps have no bias, queries are not divided by sqrt(d_kv), and one relative position bias per stack
+is shared by its layers. Unlike T5 1.0, the output head is a matrix of its own.
+
+Shapes: B sequences, S input tokens, T target tokens, D d_model, H heads, K d_kv, V vocabulary.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import T5Config
+
+IGNORED = -100  # a label at which there is no loss: padding
+
+
+class Output(NamedTuple):
+    loss: Tensor | None  # mean cross-entropy in nats over the labels that are not IGNORED, float32 scalar
+    logits: Tensor  # (B, T, V)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, always computed in float32."""
+
+    def __init__(self, config: T5Config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+        self.eps = config.layer_norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: T5Config):
+        super().__init__()
+        self.wi_0 = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.wi_1 = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.wo = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.dropout(F.gelu(self.wi_0(x), approximate="tanh") * self.wi_1(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: T5Config, relative_bias: bool = False):
+        super().__init__()
+        inner = config.num_heads * config.d_kv
+        self.q = nn.Linear(config.d_model, inner, bias=False)
+        self.k = nn.Linear(config.d_model, inner, bias=False)
+        self.v = nn.Linear(config.d_model, inner, bias=False)
+        self.o = nn.Linear(inner, config.d_model, bias=False)
+        if relative_bias:
+            self.relative_attention_bias = nn.Embedding(config.relative_attention_num_buckets, config.num_heads)
+        self.d_kv, self.dropout = config.d_kv, config.dropout_rate
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
+        """x (B, T, D) attends to memory (B, S, D); bias, broadcast to (B, H, T, S), is added to the logits."""
+        q, k, v = (
+            projection(source).unflatten(-1, (-1, self.d_kv)).transpose(1, 2)
+            for projection, source in ((self.q, x), (self.k, memory), (self.v, memory))
+        )
+        if bias is not None:
+            bias = bias.to(q.dtype)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def relative_buckets(length: int, bidirectional: bool, buckets: int, max_distance: int, device) -> Tensor:
+    """Bucket of every (query, key) offset, int64 (length, length); Raffel et al. 2020, section 2.1.
+
+    Half of the buckets hold one small distance each, the other half grow logarithmically up to max_distance. An encoder
+    (bidirectional) spends half of all buckets on keys to the right; a decoder puts those into bucket 0.
+    """
+    position = torch.arange(length, device=device)
+    offset = position[None, :] - position[:, None]  # key - query
+    side = 0
+    if bidirectional:
+        buckets //= 2
+        side = (offset > 0) * buckets
+        distance = offset.abs()
+    else:
+        distance = (-offset).clamp(min=0)
+    exact = buckets // 2
+    scale = (buckets - exact) / math.log(max_distance / exact)
+    far = exact + (torch.log(distance.clamp(min=1).float() / exact) * scale).long()
+    return side + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
+
+
+class SelfAttentionLayer(nn.Module):
+    def __init__(self, config: T5Config, relative_bias: bool):
+        super().__init__()
+        self.SelfAttention = Attention(config, relative_bias)
+        self.layer_norm = RMSNorm(config)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        normed = self.layer_norm(x)
+        return x + self.dropout(self.SelfAttention(normed, normed, bias))
+
+
+class CrossAttentionLayer(nn.Module):
+    def __init__(self, config: T5Config):
+        super().__init__()
+        self.EncDecAttention = Attention(config)
+        self.layer_norm = RMSNorm(config)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
+        return x + self.dropout(self.EncDecAttention(self.layer_norm(x), memory, bias))
+
+
+class FeedForwardLayer(nn.Module):
+    def __init__(self, config: T5Config):
+        super().__init__()
+        self.DenseReluDense = FeedForward(config)
+        self.layer_norm = RMSNorm(config)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.DenseReluDense(self.layer_norm(x)))
+
+
+class Block(nn.Module):
+    """One layer of the encoder (self-attention, feed-forward) or of the decoder (cross-attention between the two)."""
+
+    def __init__(self, config: T5Config, decoder: bool, relative_bias: bool):
+        super().__init__()
+        self.layer = nn.ModuleList([SelfAttentionLayer(config, relative_bias)])
+        if decoder:
+            self.layer.append(CrossAttentionLayer(config))
+        self.layer.append(FeedForwardLayer(config))
+
+    def forward(self, x: Tensor, self_bias: Tensor, memory: Tensor | None, memory_bias: Tensor | None) -> Tensor:
+        x = self.layer[0](x, self_bias)
+        if memory is not None:
+            x = self.layer[1](x, memory, memory_bias)
+        return self.layer[-1](x)
+
+
+class Stack(nn.Module):
+    """Encoder or decoder: (B, S) token ids to (B, S, D) hidden states."""
+
+    def __init__(self, config: T5Config, embed_tokens: nn.Embedding, decoder: bool):
+        super().__init__()
+        layers = config.num_decoder_layers if decoder else config.num_layers
+        self.embed_tokens = embed_tokens
+        self.block = nn.ModuleList(Block(config, decoder, relative_bias=i == 0) for i in range(layers))
+        self.final_layer_norm = RMSNorm(config)
+        self.dropout = nn.Dropout(config.dropout_rate)
+        self.decoder = decoder
+        self.buckets, self.max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+
+    def self_bias(self, length: int, device) -> Tensor:
+        """Relative position bias (1, H, length, length), with -inf above the diagonal in a decoder."""
+        buckets = relative_buckets(length, not self.decoder, self.buckets, self.max_distance, device)
+        bias = self.block[0].layer[0].SelfAttention.relative_attention_bias(buckets).permute(2, 0, 1)[None]
+        if self.decoder:
+            future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+            bias = bias.masked_fill(future, -math.inf)
+        return bias
+
+    def forward(self, ids: Tensor, padding_bias: Tensor | None, memory: Tensor | None = None) -> Tensor:
+        """padding_bias (B, 1, 1, S input), or None where nothing is padded: 0 at input tokens, very negative at padding.
+
+        It hides padded inputs from the encoder's self-attention and from the decoder's cross-attention.
+        """
+        self_bias = self.self_bias(ids.shape[1], ids.device)
+        if padding_bias is not None and not self.decoder:
+            self_bias = self_bias + padding_bias
+        x = self.dropout(self.embed_tokens(ids))
+        for block in self.block:
+            x = block(x, self_bias, memory, padding_bias)
+        return self.dropout(self.final_layer_norm(x))
+
+
+class T5(nn.Module):
+    def __init__(self, config: T5Config):
+        super().__init__()
+        self.config = config
+        self.shared = nn.Embedding(config.vocab_size, config.d_model)
+        self.encoder = Stack(config, self.shared, decoder=False)
+        self.decoder = Stack(config, self.shared, decoder=True)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Output:
+        """Loss and logits of one batch.
+
+        input_ids: int64 (B, S). labels: int64 (B, T), IGNORED at padding; shifted right, they are the decoder's inputs.
+        attention_mask: (B, S), nonzero at tokens and 0 at padding; None where nothing is padded, which is faster.
+        """
+        padding_bias = None
+        if attention_mask is not None:
+            hidden = (attention_mask == 0)[:, None, None, :]
+            padding_bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -1e9)
+        memory = self.encoder(input_ids, padding_bias)
+        logits = self.lm_head(self.decoder(self.shift_right(labels), padding_bias, memory))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+        return Output(loss, logits)
+
+    def shift_right(self, labels: Tensor) -> Tensor:
+        shifted = F.pad(labels[:, :-1], (1, 0), value=self.config.decoder_start_token_id)
+        return shifted.masked_fill(shifted == IGNORED, self.config.pad_token_id)
+
+
+def hf_t5(config: T5Config) -> nn.Module:
+    """Transformers' own T5, with the head of T5 v1.1, which Transformers 5 ties to the embedding whatever the config."""
+    from transformers import T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(config)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+CLASSES = {"local_t5": T5, "hf_t5": hf_t5}
+
+
+def t5_config(vocab_size: int, pad_id: int, eos_id: int, **shape) -> T5Config:
+    """The T5 v1.1 config of these shapes (T5Config's names), with a vocabulary rounded up to a multiple of 128."""
+    return T5Config(
+        vocab_size=math.ceil(vocab_size / 128) * 128,
+        pad_token_id=pad_id,
+        eos_token_id=eos_id,
+        decoder_start_token_id=pad_id,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        **shape,
+    )
+
+
+def initial_std(config: T5Config) -> dict[str, float]:
+    """Standard deviation of every class of weight, by module name: the mixed initialization of Transformers' T5."""
+    d_model, inner = config.d_model, config.num_heads * config.d_kv
+    return {
+        "shared": 1.0,
+        "lm_head": 1.0,
+        "q": (d_model * config.d_kv) ** -0.5,  # stands in for the division by sqrt(d_kv) that T5's attention omits
+        "k": d_model**-0.5,
+        "v": d_model**-0.5,
+        "o": inner**-0.5,
+        "relative_attention_bias": d_model**-0.5,
+        "wi_0": d_model**-0.5,
+        "wi_1": d_model**-0.5,
+        "wo": config.d_ff**-0.5,
+    }
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, config: T5Config, seed: int) -> None:
+    """Draw every parameter anew from its class's normal distribution; norms become 1. A function of the seed alone."""
+    std = initial_std(config)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device gets the same weights
+    for name, parameter in model.named_parameters():
+        kind = name.split(".")[-2]
+        if kind.endswith("layer_norm"):
+            parameter.fill_(1.0)
+        elif kind in std:
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std[kind], generator=generator))
+        else:
+            raise LookupError(f"no initialization rule for {name}: add one to initial_std")
