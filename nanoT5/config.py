@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, open_dict
 
 from nanoT5 import UserError, data, model, optim
@@ -138,6 +139,8 @@ def unknown(key: str) -> str:
 
 def explain(error: Exception) -> str:
     """Hydra's and OmegaConf's complaints about a command line, in one sentence."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read: put a value with special characters into quotes, key=\"'value'\""
     message = str(error)
     if key := re.search(r"full_key: (\S+)|Could not override '([^']+)'", message):
         return unknown(key[1] or key[2])

@@ -7,41 +7,33 @@
   5. batches    sample n of the training run is the next chunk of stream n modulo the number of streams
   6. corruption T5's span corruption, a function of the seed and n alone
 
-So the batches depend on text, configuration and seed, never on how many workers make them. A stream's whole state is five
-integers: where its current block begins and how many of the block's chunks are used.
+So the batches depend on text, configuration and seed, never on how many workers make them. The whole state of a stream
+is five integers: where its current block begins and how many of the block's chunks are used.
 
 Shapes: B sequences, R = raw_length, S input tokens, T target tokens.
 """
 
-import ast
 import functools
-import gc
 import hashlib
-import importlib.metadata
 import itertools
-import json
-import re
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, replace
-from glob import glob
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-
-from nanoT5 import UserError
+from nanoT5 import UserError, sources
 from nanoT5 import tokenizer as tokenizers
-from nanoT5.tokenizer import SENTINELS, Tokenizer, write_whole
+from nanoT5.sources import Corpus
+from nanoT5.tokenizer import SENTINELS, Tokenizer
 
 FIXED_SEED = 0  # of what does not follow the run's seed: the tokenizer's sample and the evaluation batches
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Span corruption: Raffel et al. 2020, section 3.1.4; t5.data.preprocessors of google-research/text-to-text-transfer-transformer
+# Span corruption: Raffel et al. 2020, section 3.1.4, and t5.data.preprocessors of T5's code
 
 
 def span_counts(raw_length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
@@ -78,8 +70,8 @@ def span_lengths(input_length: int, noise_density: float, mean_span_length: floa
 def random_bits(seed: int, index: np.ndarray, count: int) -> np.ndarray:
     """uint64 (len(index), count), a hash of (seed, index, position): the output function of splitmix64.
 
-    Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". A counter-based generator draws a whole
-    batch at once while each row depends on its own index alone.
+    Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". A counter-based generator draws a
+    whole batch at once while each row depends on its own index alone.
     """
     gamma = np.uint64(0x9E3779B97F4A7C15)
 
@@ -114,9 +106,9 @@ def corrupt(
 ) -> tuple[np.ndarray, np.ndarray]:
     """T5's span corruption of a batch: (input_ids, labels), int64 (B, S) and (B, T).
 
-    chunks: int (B, R) token ids without sentinels. chunk_index: int (B,); the spans of a row depend only on seed and its
-    index. Text and noise alternate, text first, each cut into the same number of spans. The input has the k-th noise span
-    replaced by sentinel k, the labels the k-th text span; both end in eos.
+    chunks: int (B, R) token ids without sentinels. chunk_index: int (B,); the spans of a row depend only on seed and
+    its index. Text and noise alternate, text first, each cut into the same number of spans. The input has the k-th
+    noise span replaced by sentinel k, the labels the k-th text span; both end in eos.
     """
     rows, raw_length = chunks.shape
     noise, spans = span_counts(raw_length, noise_density, mean_span_length)
@@ -138,159 +130,6 @@ def corrupt(
 
     is_noise = segment % 2 == 1
     return side(is_noise, text), side(~is_noise, noise)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources
-
-
-@dataclass(frozen=True)
-class Corpus:
-    files: list[Path]
-    description: dict  # printed and stored with the run
-
-
-def read_jsonl(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as lines:
-        for row, line in enumerate(lines):
-            if wanted(row) and line.strip():
-                try:
-                    text = json.loads(line)["text"]
-                    if not isinstance(text, str):
-                        raise TypeError
-                except (ValueError, KeyError, TypeError):
-                    raise UserError(f'{path}, line {row + 1}: expected a JSON object with a string "text"') from None
-                yield row, text
-
-
-def read_txt(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-    """Documents are separated by blank lines."""
-    row, lines = 0, []
-    with path.open(encoding="utf-8-sig", errors="replace") as text:
-        for line in itertools.chain(text, [""]):  # the empty last line closes the last document
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                if wanted(row):
-                    yield row, "".join(lines)
-                row, lines = row + 1, []
-
-
-READERS = {".jsonl": read_jsonl, ".txt": read_txt}
-
-
-def text_corpus(pattern: str) -> Corpus:
-    """The .txt and .jsonl files of a path or glob, in the order of their names."""
-    files = sorted(path for path in map(Path, glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file())
-    if not files:
-        raise UserError(f"data.path={pattern} matches no file: give a .txt or .jsonl file, or a quoted glob of them")
-    if odd := [path for path in files if path.suffix not in READERS]:
-        raise UserError(f"data.path: {odd[0]} is not a {' or '.join(READERS)} file")
-    size = sum(path.stat().st_size for path in files)
-    if size == 0:
-        raise UserError(f"data.path={pattern} has no text in it")
-    return Corpus(files, {"path": pattern, "files": len(files), "bytes": size})
-
-
-# Folders of no interest to a reader of documentation: tests, and copies of other packages.
-SKIPPED = {"test", "tests", "testing", "_vendor", "site-packages", "idlelib"}
-
-
-def docstrings_corpus(cache: Path) -> Corpus:
-    """English prose from the docstrings of the standard library and of the installed requirements, built once.
-
-    Sources are parsed, never imported. A document is what one module says, its paragraphs in order, without code and
-    without paragraphs that an earlier module had; modules follow each other in a fixed pseudo-random order. The corpus is
-    a function of the installed versions, which name the cache file.
-    """
-    packages = requirements_closure()
-    versions = {"python": sysconfig.get_config_var("py_version")} | {p.name: p.version for p in packages.values()}
-    key = hashlib.sha256(repr((versions, corpus_digest())).encode()).hexdigest()[:16]
-    path = cache / f"docstrings-{key}.jsonl"
-    about = path.with_suffix(".json")
-    if not about.is_file() or not path.is_file():
-        documents = sorted(gather_docstrings(packages), key=lambda item: hashlib.sha256(item[0].encode()).digest())
-        content = "".join(json.dumps({"module": m, "text": t}, ensure_ascii=False) + "\n" for m, t in documents).encode()
-        facts = {
-            "documents": len(documents),
-            "bytes": sum(len(text.encode()) for _, text in documents),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "versions": versions,
-        }
-        write_whole(path, content)
-        write_whole(about, json.dumps(facts, indent=1).encode())
-    return Corpus([path], json.loads(about.read_text()))
-
-
-def corpus_digest() -> str:
-    """Changes whenever the code that builds the corpus does, so that no stale cache is read."""
-    import inspect
-
-    return hashlib.sha256("".join(map(inspect.getsource, (gather_docstrings, prose, docstrings))).encode()).hexdigest()
-
-
-def requirements_closure() -> dict[str, importlib.metadata.Distribution]:
-    """The installed distributions that requirements.txt names, and those that they require, by normalised name."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    listed = (Path(__file__).parent.parent / "requirements.txt").read_text().splitlines()
-    queue = deque(Requirement(line) for line in listed if line.strip() and not line.startswith("#"))
-    found = {}
-    while queue:
-        requirement = queue.popleft()
-        name = canonicalize_name(requirement.name)
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        try:
-            found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        queue.extend(map(Requirement, found[name].requires or []))
-    return dict(sorted(found.items()))
-
-
-def gather_docstrings(packages: dict[str, importlib.metadata.Distribution]) -> Iterator[tuple[str, str]]:
-    """(module, its text) for every Python file that has prose in docstrings not seen before."""
-    library = Path(sysconfig.get_path("stdlib"))
-    modules = {f"python/{path.relative_to(library).as_posix()}": path for path in library.rglob("*.py")}
-    for name, package in packages.items():
-        modules |= {f"{name}/{f}": Path(package.locate_file(f)) for f in package.files or () if f.suffix == ".py"}
-    modules = {name: path for name, path in sorted(modules.items()) if not SKIPPED & set(name.split("/"))}
-    seen = set()
-    with ProcessPoolExecutor() as pool:
-        for name, texts in zip(modules, pool.map(docstrings, modules.values(), chunksize=64)):
-            paragraphs = [p for text in texts for p in prose(text)]
-            new = [p for p in dict.fromkeys(paragraphs) if p not in seen]
-            seen.update(new)
-            if new:
-                yield name, "\n".join(new)
-
-
-def docstrings(path: Path) -> list[str]:
-    """The docstrings of a Python file in the order of its text; none if it cannot be parsed."""
-    gc.disable()  # a syntax tree is a million small objects without cycles: collecting among them doubles the time
-    try:
-        source = path.read_bytes()
-        stack = [ast.parse(source)] if b'"""' in source else []
-    except (OSError, SyntaxError, ValueError):
-        return []
-    found = []
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.append(ast.get_docstring(node))
-        # only statements hold definitions: walking expressions too would take ten times as long
-        stack.extend(child for child in reversed(list(ast.iter_child_nodes(node))) if isinstance(child, ast.stmt))
-    return [text for text in found if text]
-
-
-def prose(docstring: str) -> Iterator[str]:
-    """The paragraphs that read as English: at least 40 characters, four fifths of them letters or spaces, no doctest."""
-    for paragraph in re.split(r"\n\s*\n", docstring):
-        text = " ".join(paragraph.split())
-        if len(text) >= 40 and ">>>" not in text and sum(c.isalpha() or c == " " for c in text) >= 0.8 * len(text):
-            yield text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +177,7 @@ class Documents:
             def wanted(r: int, first=first) -> bool:
                 return r >= first and (by_file or r % self.streams == self.number)
 
-            for r, text in READERS[path.suffix](path, wanted):
+            for r, text in sources.READERS[path.suffix](path, wanted):
                 if text.strip() and is_held_out(text, self.held_out) == self.evaluation:
                     yield Place(epoch, position, r), text
 
@@ -354,9 +193,11 @@ class Chunker:
     block: int  # chunks that are shuffled together
 
     def epoch(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """(place, int32 (up to block, raw_length)) in the order of the text; an epoch's last few tokens are left out."""
+        """(place, int32 (up to block, raw_length)) in the order of the text, without an epoch's last few tokens."""
         documents = self.documents.read(start.epoch, start.file, start.row)
-        pending: deque[tuple[Place, np.ndarray]] = deque()  # documents not yet cut up; `skip` tokens of the first are gone
+        pending: deque[tuple[Place, np.ndarray]] = (
+            deque()
+        )  # documents not yet cut up; `skip` tokens of the first are gone
         skip, tokens, wanted = start.skip, -start.skip, self.block * self.raw_length
         while True:
             while tokens < wanted and (group := list(itertools.islice(documents, 64))):
@@ -388,8 +229,8 @@ class Chunker:
                 empty_epochs = 0
             epoch_start = Place(epoch_start.epoch + 1)
         raise UserError(
-            f"the corpus is too small: stream {number + 1} of {self.documents.streams} has fewer than {self.raw_length} "
-            f"tokens; give more text, a smaller data.input_length or fewer data.streams"
+            f"the corpus is too small: stream {number + 1} of {self.documents.streams} has fewer than "
+            f"{self.raw_length} tokens; give more text, a smaller data.input_length or fewer data.streams"
         )
 
 
@@ -429,7 +270,7 @@ def training_batches(
     Prefetching is harmless because the state travels with its batch: started from it, the batches go on as they would
     have. They are the same with any number of worker processes, each of which serves its own streams.
     """
-    state = state or {"samples": 0, "places": [astuple(Place())] * len(streams)}
+    state = state or {"samples": 0, "places": [list(astuple(Place()))] * len(streams)}
     parts = Parts(streams, batch_size, corruption, state)
     loader = iter(DataLoader(parts, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None))
     places = list(state["places"])
@@ -439,7 +280,7 @@ def training_batches(
             if isinstance(part, UserError):
                 raise part
             for stream, place in part[3].items():
-                places[stream] = astuple(place)
+                places[stream] = list(astuple(place))
         index, input_ids, labels = (torch.cat([part[i] for part in group]) for i in range(3))
         order = index.argsort()
         yield {"input_ids": input_ids[order], "labels": labels[order]}, {"samples": samples, "places": list(places)}
@@ -459,7 +300,7 @@ def build(cfg) -> Data:
     """The data of a run, from its whole config."""
     data = cfg.data
     cache = Path(data.cache).expanduser()
-    corpus = docstrings_corpus(cache) if data.source == "docstrings" else text_corpus(data.path)
+    corpus = sources.docstrings(cache) if data.source == "docstrings" else sources.text(data.path)
     if data.tokenizer is None:
         texts = (text for _, text in Documents(corpus.files, data.held_out, FIXED_SEED).read(epoch=0))
         tokenizer = tokenizers.train(texts, data.vocab_size, cache)
@@ -504,7 +345,7 @@ def evaluation_batches(chunker: Chunker, steps: int, corruption: Callable) -> li
         batches.append({"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)})
     if not batches:
         raise UserError(
-            f"data.held_out={chunker.documents.held_out} leaves fewer than {chunker.raw_length} tokens of this corpus for "
-            f"evaluation: raise it, or give more documents"
+            f"data.held_out={chunker.documents.held_out} leaves fewer than {chunker.raw_length} tokens of this corpus "
+            f"for evaluation: raise it, or give more documents"
         )
     return batches

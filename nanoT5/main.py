@@ -10,20 +10,17 @@ The one file to read first. train() is the whole job: set up, build, loop over s
 """
 
 import itertools
-import json
 import os
 import platform
-import shutil
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
-import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -32,9 +29,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
-from tqdm import tqdm
+from transformers import T5Config
 
-from nanoT5 import UserError, config, curve, data, model, optim
+from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim
 
 Batch = dict[str, Tensor]
 
@@ -48,63 +45,62 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     precision = choose_precision(cfg, accelerator.device)
 
     text = data.build(cfg)
-    t5, shape = build_model(cfg, text, accelerator)
+    shape = model_shape(cfg, text.tokenizer)
+    t5 = build_model(cfg, shape, accelerator)
     evaluator = Evaluator(t5, text.evaluation, precision, accelerator.device)
     if cfg.eval_only:
-        return write_summary(folder, evaluator() | {"checkpoint": cfg.model.checkpoint_path})
+        return log.write_summary(folder, evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False})
 
     optimizer = optim.build(cfg.optim, t5)
-    base_lr = optimizer.defaults["lr"]
-    schedule = optim.SCHEDULES[cfg.optim.lr_scheduler]
-    progress = Progress()
+    progress = log.Progress()
     if cfg.checkpoint.resume:
-        load_checkpoint(Path(cfg.checkpoint.resume), t5, optimizer, progress)
+        checkpoint.load(Path(cfg.checkpoint.resume), t5, optimizer, progress)
+    if progress.step >= cfg.optim.total_steps:
+        raise UserError(f"checkpoint.resume is at step {progress.step} already: raise optim.total_steps")
     batches = text.batches(progress.data)
-    stepper = Stepper(t5, optimizer, accelerator, precision, cfg.optim)
+    schedule = optim.SCHEDULES[cfg.optim.lr_scheduler]
+    step = Step(t5, optimizer, accelerator, precision, cfg.optim)
 
     first = next(batches)
-    step_seconds = stepper.rehearse(first[0])
+    step_seconds = step.rehearse(first[0])
     evaluator.rehearse()
-    print_header(cfg, folder, accelerator.device, precision, text, t5, step_seconds)
     batches = itertools.chain([first], batches)
-    log = Log(folder, cfg.optim.total_steps, progress)
+    log.print_header(header(cfg, folder, accelerator.device, precision, text, t5, step_seconds))
+    events = log.Log(folder, cfg.optim.total_steps, progress, last_checkpoint=cfg.checkpoint.resume)
 
+    last = False
     with stop_on_signal() as stop:
-        while progress.step < cfg.optim.total_steps and not stop.is_set():
+        while not last:
             batch, progress.data = next(batches)
-            lr = schedule(progress.step, base_lr, cfg.optim)
-            loss, grad_l2 = stepper(batch, lr, seed=cfg.seed + progress.step)
+            lr = schedule(progress.step, optimizer.defaults["lr"], cfg.optim)
+            loss, grad_l2 = step(batch, lr, seed=(cfg.seed << 32) + progress.step)
             progress.advance(batch)
-            log.add(loss, grad_l2)
+            events.add(loss, grad_l2)
 
             last = progress.step == cfg.optim.total_steps or stop.is_set()
             evaluate = last or progress.step % cfg.eval.every_steps == 0
             save = last or progress.step % cfg.checkpoint.every_steps == 0
             if evaluate or save or progress.step % cfg.logging.every_steps == 0:
-                log.training(lr, t5)  # before a checkpoint, so that no diverged weights are ever saved
+                events.training(lr, t5)  # before a checkpoint, so that no diverged weights are ever saved
             if evaluate:
-                log.evaluation(evaluator())
+                events.evaluation(evaluator())
             if save:
-                save_checkpoint(folder / "checkpoints", t5, optimizer, progress)
-    log.bar.close()
+                events.last_checkpoint = checkpoint.save(folder / "checkpoints", t5, optimizer, progress)
 
-    export(folder / "model", t5, shape, text.tokenizer)
+    events.close()
+    checkpoint.export(folder / "model", t5, shape, text.tokenizer)
     curve.draw([folder], folder / "curve.png")
-    return write_summary(
-        folder,
-        log.last_evaluation
-        | asdict(progress)
-        | {
-            "interrupted": progress.step < cfg.optim.total_steps,
-            "seconds": round(time.perf_counter() - started, 1),
-            "parameters": sum(p.numel() for p in t5.parameters()),
-            "device": accelerator.device.type,
-            "precision": precision,
-            "corpus": text.corpus.description,
-            "tokenizer": {"description": text.tokenizer.description, "sha256": text.tokenizer.sha256},
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        },
-    )
+    facts = {
+        "interrupted": progress.step < cfg.optim.total_steps,
+        "seconds": round(time.perf_counter() - started, 1),
+        "parameters": sum(p.numel() for p in t5.parameters()),
+        "device": accelerator.device.type,
+        "precision": precision,
+        "corpus": text.corpus.description,
+        "tokenizer": {"description": text.tokenizer.description, "sha256": text.tokenizer.sha256},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    return log.write_summary(folder, events.last_evaluation | asdict(progress) | facts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,22 +142,41 @@ def choose_precision(cfg: DictConfig, device: torch.device) -> str:
     return cfg.precision if cfg.precision != "auto" else "bf16" if fast else "fp32"
 
 
-def build_model(cfg: DictConfig, text: data.Data, accelerator: Accelerator):
-    """(the model on its device, its T5Config)."""
+def model_shape(cfg: DictConfig, tokenizer: data.Tokenizer) -> T5Config:
     names = ("d_model", "d_kv", "num_heads", "d_ff", "num_layers", "num_decoder_layers", "dropout_rate")
-    shape = model.t5_config(
-        text.tokenizer.size, text.tokenizer.pad_id, text.tokenizer.eos_id, **{name: cfg.model[name] for name in names}
-    )
+    shape = {name: cfg.model[name] for name in names}
+    return model.t5_config(tokenizer.size, tokenizer.pad_id, tokenizer.eos_id, **shape)
+
+
+def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> nn.Module:
+    """The model with its first weights, on its device."""
     t5 = model.CLASSES[cfg.model.klass](shape)
     if cfg.model.checkpoint_path:
-        load_weights(t5, Path(cfg.model.checkpoint_path))
+        checkpoint.load_weights(t5, Path(cfg.model.checkpoint_path))
     else:
         model.initialize(t5, shape, cfg.seed)
     # Compiling took 80 s for nano on two CPU cores and won nothing there; on a GPU a long run repays it
-    auto = accelerator.device.type == "cuda" and cfg.optim.total_steps >= 1000
-    if auto if cfg.model.compile == "auto" else cfg.model.compile:
+    pays = accelerator.device.type == "cuda" and cfg.optim.total_steps >= 1000
+    if pays if cfg.model.compile == "auto" else cfg.model.compile:
         t5.compile()
-    return accelerator.prepare_model(t5), shape
+    return accelerator.prepare_model(t5)
+
+
+def header(cfg, folder: Path, device: torch.device, precision: str, text: data.Data, t5, step_seconds: float) -> dict:
+    """What a person wants to see before waiting: a name and a text for each line."""
+    processor = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    tokens = cfg.data.input_length + text.target_length
+    micro = cfg.optim.batch_size // cfg.optim.grad_acc
+    return {
+        "run": str(folder),
+        "device": f"{device.type}, {processor}, {precision}",
+        "model": f"{sum(p.numel() for p in t5.parameters()):,} parameters, vocabulary {t5.config.vocab_size:,}",
+        "corpus": text.corpus.headline,
+        "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
+        "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",
+        "step": f"{cfg.optim.batch_size} sequences, micro batch {micro}, {cfg.optim.batch_size * tokens:,} tokens",
+        "duration": f"about {log.duration(step_seconds * cfg.optim.total_steps)} for {cfg.optim.total_steps:,} steps",
+    }
 
 
 def autocast(precision: str, device: torch.device):
@@ -173,7 +188,7 @@ def autocast(precision: str, device: torch.device):
 
 
 @dataclass
-class Stepper:
+class Step:
     """One optimizer step on a global batch, in micro batches. Nothing here waits for the device."""
 
     t5: nn.Module
@@ -250,209 +265,6 @@ class Evaluator:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run reports
-
-
-@dataclass
-class Progress:
-    """How far a run has come: all that a checkpoint holds beside weights and optimizer state."""
-
-    step: int = 0
-    input_tokens: int = 0
-    target_tokens: int = 0
-    data: dict | None = None  # state of the data after the last batch; None at the start
-
-    @property
-    def tokens(self) -> int:
-        return self.input_tokens + self.target_tokens
-
-    def advance(self, batch: Batch) -> None:
-        self.step += 1
-        self.input_tokens += batch["input_ids"].numel()
-        self.target_tokens += batch["labels"].numel()
-
-
-class Diverged(Exception):
-    """The loss or the gradient is no longer a number."""
-
-
-@dataclass
-class Log:
-    """Log events to metrics.jsonl and to the terminal: a progress bar there, a line each event elsewhere."""
-
-    folder: Path
-    total_steps: int
-    progress: Progress
-    pending: list[Tensor] = field(default_factory=list)  # (loss, gradient norm) of each step since the last event
-    last_evaluation: dict = field(default_factory=dict)
-
-    def __post_init__(self):
-        on_terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=self.total_steps, initial=self.progress.step, unit="step", disable=not on_terminal)
-        self.resumed_at, self.started = self.progress.step, time.perf_counter()
-        self.tokens, self.since = self.progress.tokens, self.started  # at the last event
-
-    def add(self, loss: Tensor, grad_l2: Tensor) -> None:
-        self.pending.append(torch.stack([loss, grad_l2]))
-        self.bar.update()
-
-    def training(self, lr: float, t5: nn.Module) -> None:
-        """The event of the steps since the last one; the one place where training waits for the device."""
-        losses, norms = torch.stack(self.pending).double().cpu().unbind(1)
-        finite = losses.isfinite() & norms.isfinite()
-        if not finite.all():
-            step = self.progress.step - len(losses) + 1 + finite.int().argmin().item()
-            saved = newest_checkpoint(self.folder)
-            raise Diverged(
-                f"the loss or its gradient became infinite or NaN at step {step}, learning rate {lr:.2e}: lower "
-                f"optim.base_lr; the last good checkpoint is {saved or 'the start, none was saved yet'}"
-            )
-        now = time.perf_counter()
-        event = {
-            "train/loss": losses.mean().item(),
-            "train/lr": lr,
-            "train/grad_l2": norms.mean().item(),
-            "train/weights_l2": torch.stack(torch._foreach_norm([p.detach() for p in t5.parameters()])).norm().item(),
-            "train/tokens_per_second": (self.progress.tokens - self.tokens) / (now - self.since),
-            "train/input_tokens": self.progress.input_tokens,
-            "train/target_tokens": self.progress.target_tokens,
-        }
-        self.write(event)
-        shown = f"loss {event['train/loss']:.3f} | lr {lr:.1e} | grad {event['train/grad_l2']:.2f}"
-        shown += f" | {event['train/tokens_per_second']:,.0f} tokens/s"
-        seconds_left = (now - self.started) / (self.progress.step - self.resumed_at)
-        seconds_left *= self.total_steps - self.progress.step
-        if self.bar.disable:
-            self.say(f"{shown} | {duration(seconds_left)} left")
-        self.bar.set_postfix_str(shown)
-        self.pending.clear()
-        self.tokens, self.since = self.progress.tokens, now
-
-    def evaluation(self, event: dict) -> None:
-        self.last_evaluation = event
-        self.write(event)
-        self.say(f"held-out loss {event['eval/loss']:.3f}, accuracy {event['eval/accuracy']:.3f}")
-        self.since = time.perf_counter()  # tokens/s is that of training
-
-    def write(self, event: dict) -> None:
-        with (self.folder / "metrics.jsonl").open("a") as metrics:
-            metrics.write(json.dumps({"step": self.progress.step} | event) + "\n")
-
-    def say(self, text: str) -> None:
-        tqdm.write(f"step {self.progress.step:,}/{self.total_steps:,} | {text}")
-        sys.stdout.flush()
-
-
-def duration(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
-
-
-def print_header(cfg, folder, device, precision, text: data.Data, t5, step_seconds: float) -> None:
-    corpus = text.corpus.description
-    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    rows = {
-        "run": folder,
-        "device": f"{device.type}, {where}, {precision}",
-        "model": f"{sum(p.numel() for p in t5.parameters()):,} parameters",
-        "corpus": ", ".join(f"{key} {value}" for key, value in corpus.items() if key != "versions"),
-        "versions": ", ".join(f"{name} {version}" for name, version in corpus.get("versions", {}).items()),
-        "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
-        "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",
-        "step": f"{cfg.optim.batch_size} sequences in {cfg.optim.grad_acc} micro batches of "
-        f"{cfg.optim.batch_size // cfg.optim.grad_acc}, "
-        f"{cfg.optim.batch_size * (cfg.data.input_length + text.target_length):,} tokens",
-        "duration": f"about {duration(step_seconds * cfg.optim.total_steps)} for {cfg.optim.total_steps:,} steps",
-    }
-    for key, value in rows.items():
-        if value:
-            print(f"{key:<10}{value}")
-    sys.stdout.flush()
-
-
-def write_summary(folder: Path, summary: dict) -> dict:
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"held-out loss {summary['eval/loss']:.4f}, accuracy {summary['eval/accuracy']:.4f}: {folder / 'summary.json'}")
-    return summary
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights, checkpoints, export
-
-
-def weights(t5: nn.Module) -> dict[str, Tensor]:
-    """The state dict without the embedding's two other names."""
-    return {name: tensor.contiguous() for name, tensor in t5.state_dict().items() if "embed_tokens" not in name}
-
-
-def load_weights(t5: nn.Module, path: Path) -> None:
-    """From a checkpoint or exported model folder, or from a .safetensors file."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    try:
-        loaded = safetensors.torch.load_file(file)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{file} cannot be read as weights ({error}): name a checkpoint, a model folder or a .safetensors") from None
-    expected = weights(t5)
-    for name in sorted(expected.keys() | loaded.keys()):
-        there, here = (list(w[name].shape) if name in w else "absent" for w in (loaded, expected))
-        if there != here and "embed_tokens" not in name:
-            raise UserError(f"{file} does not fit the model: {name} is {there} there, {here} here; see model and data.tokenizer")
-    t5.load_state_dict(loaded, strict=False)
-
-
-def save_checkpoint(folder: Path, t5: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
-    """Written aside and then moved, so that a folder called step-N is always whole."""
-    final = folder / f"step-{progress.step}"
-    aside = folder / f".writing-{progress.step}"
-    aside.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(weights(t5), aside / "model.safetensors")
-    safetensors.torch.save_file(optimizer_tensors(t5, optimizer), aside / "optimizer.safetensors")
-    state = asdict(progress) | {"optimizer_steps": [group["steps"] for group in optimizer.param_groups]}
-    (aside / "state.json").write_text(json.dumps(state))
-    if final.exists():
-        shutil.rmtree(final)
-    aside.rename(final)
-
-
-def optimizer_tensors(t5: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}/{key}": tensor
-        for name, parameter in t5.named_parameters()
-        for key, tensor in optimizer.state[parameter].items()
-    }
-
-
-def load_checkpoint(path: Path, t5: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
-    load_weights(t5, path)
-    state = json.loads((path / "state.json").read_text())
-    for group, steps in zip(optimizer.param_groups, state.pop("optimizer_steps")):
-        group["steps"] = steps
-    parameters = dict(t5.named_parameters())
-    for name, tensor in safetensors.torch.load_file(path / "optimizer.safetensors").items():
-        parameter, key = name.split("/")
-        optimizer.state[parameters[parameter]][key] = tensor.to(parameters[parameter].device)
-    for key, value in state.items():
-        setattr(progress, key, value)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    steps = [int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*")]
-    return folder / "checkpoints" / f"step-{max(steps)}" if steps else None
-
-
-def export(folder: Path, t5: nn.Module, shape, tokenizer) -> None:
-    """The trained model as transformers.AutoModelForSeq2SeqLM loads it, and its tokenizer as AutoTokenizer does."""
-    from transformers import GenerationConfig
-
-    shape.architectures = ["T5ForConditionalGeneration"]
-    shape.tie_word_embeddings = False  # Transformers 5 sets it to True whatever one asks for
-    shape.save_pretrained(folder)
-    GenerationConfig.from_model_config(shape).save_pretrained(folder)
-    safetensors.torch.save_file(weights(t5), folder / "model.safetensors", {"format": "pt"})
-    tokenizer.save(folder)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Ways in
 
 
@@ -477,7 +289,7 @@ def stop_on_signal():
 
 
 def run(overrides: list[str]) -> dict:
-    """The same job from Python: run(["optim.name=adamw"]) returns the summary. Works any number of times in a process."""
+    """The same job from Python, any number of times: run(["optim.name=adamw"]) returns the summary."""
     try:
         cfg, folder = config.load(overrides)
     except (HydraException, OmegaConfBaseException) as error:
@@ -486,11 +298,17 @@ def run(overrides: list[str]) -> dict:
 
 
 def main() -> None:
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra raise, so that its complaints become sentences here
-    job = hydra.main(version_base="1.3", config_path=str(config.FOLDER), config_name="config")(command_line_job)
+    """The command line. Errors of the user's end in one sentence, bugs in a traceback."""
+    arguments = sys.argv[1:]
     try:
-        job()
-    except (UserError, Diverged) as error:
+        if any(
+            argument.startswith("-") for argument in arguments
+        ):  # --multirun, --help, --cfg job: Hydra's own ways in
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let it raise here
+            hydra.main(version_base="1.3", config_path=str(config.FOLDER), config_name="config")(multirun_job)()
+        elif run(arguments)["interrupted"]:
+            sys.exit(130)
+    except (UserError, log.Diverged) as error:
         sys.exit(f"nanoT5: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"nanoT5: {config.explain(error)}")
@@ -498,9 +316,9 @@ def main() -> None:
         sys.exit(130)
 
 
-def command_line_job(cfg: DictConfig) -> None:
-    if train(cfg, Path(HydraConfig.get().runtime.output_dir)).get("interrupted"):
-        raise KeyboardInterrupt  # ends a multirun too
+def multirun_job(cfg: DictConfig) -> None:
+    if train(cfg, Path(HydraConfig.get().runtime.output_dir))["interrupted"]:
+        raise KeyboardInterrupt  # ends the whole multirun
 
 
 if __name__ == "__main__":

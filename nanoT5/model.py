@@ -167,7 +167,7 @@ class Stack(nn.Module):
         return bias
 
     def forward(self, ids: Tensor, padding_bias: Tensor | None, memory: Tensor | None = None) -> Tensor:
-        """padding_bias (B, 1, 1, S input), or None where nothing is padded: 0 at input tokens, very negative at padding.
+        """padding_bias: (B, 1, 1, S), 0 at input tokens and very negative at padding, or None where nothing is padded.
 
         It hides padded inputs from the encoder's self-attention and from the decoder's cross-attention.
         """
@@ -210,7 +210,7 @@ class T5(nn.Module):
 
 
 def hf_t5(config: T5Config) -> nn.Module:
-    """Transformers' own T5, with the head of T5 v1.1, which Transformers 5 ties to the embedding whatever the config."""
+    """Transformers' T5 with a head of its own, which Transformers 5 ties to the embedding whatever the config says."""
     from transformers import T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration(config)

@@ -1,9 +1,9 @@
 """Optimizers, RMS scaling for any of them, learning-rate schedules.
 
-Every optimizer here makes the same step, p <- (1 - lr wd) p - lr s d, and only says its direction d. The scale s is 1, or
-with RMS scaling max(1e-3, RMS(p)), RMS(p) = ||p||_2 / sqrt(numel) of each tensor before the step: the parameter scaling
-of Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, section 8). Decay is decoupled (Loshchilov and Hutter 2019,
-arXiv:1711.05101) and not scaled.
+Every optimizer here makes the same step, p <- (1 - lr wd) p - lr s d, and only says its direction d. The scale s is 1,
+or with RMS scaling max(1e-3, RMS(p)), RMS(p) = ||p||_2 / sqrt(numel) of each tensor before the step: the parameter
+scaling of Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, section 8). Decay is decoupled (Loshchilov and Hutter
+2019, arXiv:1711.05101) and not scaled.
 """
 
 import math
@@ -26,15 +26,14 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "rms_scale": rms_scale, **hyperparameters})
 
     def direction(self, group: dict, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """The directions of this step, as new float32 tensors; updates the optimizer's state."""
+        """The directions of this step, as new tensors; updates the optimizer's state. All are float32 or wider."""
         raise NotImplementedError
 
     def moment(self, params: list[Tensor], name: str) -> list[Tensor]:
-        """The state called name of every parameter: zeros at first, float32 or wider."""
+        """The state called name of every parameter, zeros at first."""
         for p in params:
             if name not in self.state[p]:
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                self.state[p][name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                self.state[p][name] = torch.zeros_like(p, dtype=wide(p))
         return [self.state[p][name] for p in params]
 
     @torch.no_grad()
@@ -44,7 +43,7 @@ class Optimizer(torch.optim.Optimizer):
             if not params:
                 continue
             group["steps"] = group.get("steps", 0) + 1
-            step = self.direction(group, params, [p.grad for p in params])
+            step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
             if group["rms_scale"]:
                 scales = torch._foreach_norm(params)
                 torch._foreach_div_(scales, [math.sqrt(p.numel()) for p in params])
@@ -53,6 +52,11 @@ class Optimizer(torch.optim.Optimizer):
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, step, alpha=-group["lr"])
+
+
+def wide(p: Tensor) -> torch.dtype:
+    """The precision of a parameter's moments and of its step: at least float32."""
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 class AdamW(Optimizer):

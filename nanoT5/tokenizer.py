@@ -1,12 +1,11 @@
 """Tokenizers: train one on the corpus, cache it, or load one; the only place that knows special ids.
 
 Bulk encoding goes through SentencePiece itself, about ten times faster than the Transformers tokenizer that an exported
-model gets. Special ids are T5's: pad 0, eos 1, unk 2, then the pieces, then 100 sentinels, <extra_id_0> being the last id.
+model gets. Special ids are T5's: pad 0, eos 1, unk 2, the pieces, then 100 sentinels of which <extra_id_0> is the last.
 """
 
 import hashlib
 import io
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import sentencepiece
 
 from nanoT5 import UserError
+from nanoT5.sources import write_whole
 
 SENTINELS = 100  # T5's number of <extra_id_k>
 TRAINING_CHARACTERS = 64_000_000  # of text read at most; SentencePiece samples its sentences from these
@@ -53,9 +53,13 @@ def from_sentencepiece(model: bytes, description: str) -> Tokenizer:
         T5Tokenizer.from_pretrained(folder).save_pretrained(folder)
 
     def decode(ids: list[int]) -> str:
-        return "".join(
-            f"<extra_id_{pieces + SENTINELS - 1 - i}>" if i >= pieces else processor.id_to_piece(i) for i in ids
-        ).replace("▁", " ").lstrip()
+        return (
+            "".join(
+                f"<extra_id_{pieces + SENTINELS - 1 - i}>" if i >= pieces else processor.id_to_piece(i) for i in ids
+            )
+            .replace("▁", " ")
+            .lstrip()
+        )
 
     return Tokenizer(
         encode=processor.encode,
@@ -164,14 +168,3 @@ def checked(tokenizer: Tokenizer) -> Tokenizer:
         if (text := tokenizer.decode([id]).strip()) != f"<extra_id_{k}>":
             raise UserError(f"data.tokenizer: id {id} of {tokenizer.description} is {text!r}, not <extra_id_{k}>")
     return tokenizer
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a cache file so that it is there complete or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        aside.write_bytes(content)
-        aside.replace(path)
-    except OSError as error:
-        raise UserError(f"data.cache={path.parent}: {error.strerror}; name a folder that can be written") from None

@@ -1,0 +1,54 @@
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoT5 import sources
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """Real prose: what some fifty modules of the standard library say, a document each."""
+    library = Path(inspect.getfile(json)).parent.parent
+    texts = (
+        "\n".join(p for d in sources.parse(path) for p in sources.prose(d)) for path in sorted(library.glob("*.py"))
+    )
+    return [text for text in texts if len(text) > 500]
+
+
+@pytest.fixture(scope="session")
+def corpus(documents, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus, cache) -> list[str]:
+    """Overrides for a run of seconds: a small model on a small corpus."""
+    return [
+        "data=text",
+        f"data.path={corpus}",
+        f"data.cache={cache}",
+        "data.vocab_size=512",
+        "data.input_length=32",
+        "data.held_out=0.1",
+        "data.streams=4",
+        "data.shuffle_block=16",
+        "model.d_model=32",
+        "model.d_kv=8",
+        "model.d_ff=48",
+        "optim.batch_size=8",
+        "optim.total_steps=6",
+        "optim.warmup_steps=2",
+        "eval.steps=2",
+        "eval.batch_size=8",
+        "device=cpu",
+        "precision=fp32",
+    ]

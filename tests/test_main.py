@@ -1,0 +1,385 @@
+"""Whole runs of the job, small ones, through the same doors as a user's."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from nanoT5 import UserError, config, data, log, main, model, optim
+
+ROOT = Path(main.__file__).parent.parent
+
+
+def events(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory) -> Path:
+    """The folder of a run of 40 steps."""
+    folder = tmp_path_factory.mktemp("run") / "finished"
+    options = ["optim.total_steps=40", "eval.every_steps=15", "checkpoint.every_steps=20", "logging.every_steps=10"]
+    main.run([*tiny, *options, f"hydra.run.dir={folder}"])
+    return folder
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    assert {path.name for path in finished.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "summary.json", "curve.png", "checkpoints", "model")
+    }
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step-20", "step-40"}
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert OmegaConf.load(finished / "config.yaml").optim.total_steps == 40
+
+
+def test_metrics(finished):
+    training = [event for event in events(finished) if "train/loss" in event]
+    assert [event["step"] for event in training] == [10, 15, 20, 30, 40]
+    assert all(
+        event.keys() - {"step"}
+        == {f"train/{k}" for k in "loss lr grad_l2 weights_l2 tokens_per_second input_tokens target_tokens".split()}
+        for event in training
+    )
+    last = training[-1]
+    assert (last["train/input_tokens"], last["train/target_tokens"]) == (40 * 8 * 32, 40 * 8 * 8)
+    assert last["train/loss"] < training[0]["train/loss"]
+    assert last["train/lr"] == optim.cosine(39, 2e-2, OmegaConf.load(finished / "config.yaml").optim)
+    weights = saved(finished, 40).values()
+    assert last["train/weights_l2"] == pytest.approx(
+        math.sqrt(sum((w.double() ** 2).sum().item() for w in weights)), rel=1e-5
+    )
+    assert [event["step"] for event in events(finished) if "eval/loss" in event] == [15, 30, 40]
+
+
+def test_summary(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    last = events(finished)[-1]
+    assert (summary["eval/loss"], summary["eval/accuracy"]) == (last["eval/loss"], last["eval/accuracy"])
+    assert summary["step"] == 40 and not summary["interrupted"]
+    assert summary["corpus"]["files"] == 1 and summary["versions"]["torch"] == torch.__version__
+
+
+def test_export_loads_in_transformers_with_the_same_loss(finished, tiny):
+    exported = AutoModelForSeq2SeqLM.from_pretrained(finished / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    summary = json.loads((finished / "summary.json").read_text())
+    assert sum(p.numel() for p in exported.parameters()) == summary["parameters"]
+    text = data.build(config.load(tiny)[0])
+    with torch.no_grad():
+        outputs = [exported(**batch) for batch in text.evaluation]
+    assert sum(o.loss.item() for o in outputs) / len(outputs) == pytest.approx(summary["eval/loss"], abs=1e-4)
+    prompt = tokenizer("This module <extra_id_0> the file.", return_tensors="pt")
+    assert tokenizer.convert_tokens_to_ids("<extra_id_0>") in prompt.input_ids
+    answer = exported.generate(**prompt, max_new_tokens=8)
+    assert answer[0, 0] == 0 and tokenizer.decode(answer[0]).startswith("<pad><extra_id_0>")
+
+
+def test_the_held_out_loss_can_be_measured_again(finished, tiny, tmp_path):
+    summary = json.loads((finished / "summary.json").read_text())
+    for i, path in enumerate((finished / "model", finished / "checkpoints/step-40")):
+        options = ["eval_only=true", f"model.checkpoint_path={path}", f"hydra.run.dir={tmp_path / str(i)}"]
+        again = main.run([*tiny, *options])
+        assert again["eval/loss"] == pytest.approx(summary["eval/loss"], rel=1e-6)
+
+
+def test_runs_repeat_to_the_bit(tiny, tmp_path):
+    """Twice in one process; workers, logging, evaluation and checkpoints change nothing; the seed does."""
+    options = {
+        "a": [],
+        "b": [
+            "data.num_workers=2",
+            "logging.every_steps=1",
+            "eval.every_steps=2",
+            "checkpoint.every_steps=4",
+            "eval.steps=1",
+        ],
+        "c": ["seed=1"],
+    }
+    for name, extra in options.items():
+        main.run([*tiny, *extra, "model.dropout_rate=0.1", f"hydra.run.dir={tmp_path / name}"])
+    a, b, c = (saved(tmp_path / name, 6) for name in options)
+    assert equal(a, b)
+    assert not any(torch.equal(a[name], c[name]) for name in a if "norm" not in name)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(finished, tiny, tmp_path):
+    checkpoint = finished / "checkpoints" / "step-20"
+    main.run([*tiny, "optim.total_steps=40", f"checkpoint.resume={checkpoint}", f"hydra.run.dir={tmp_path}"])
+    assert equal(saved(tmp_path, 40), saved(finished, 40))
+    assert events(tmp_path)[-1]["eval/loss"] == events(finished)[-1]["eval/loss"]
+    with pytest.raises(UserError, match="at step 40 already"):
+        main.run(
+            [
+                *tiny,
+                "optim.total_steps=40",
+                f"checkpoint.resume={tmp_path}/checkpoints/step-40",
+                f"hydra.run.dir={tmp_path}/2",
+            ]
+        )
+    assert events(tmp_path)[-2]["train/target_tokens"] == events(finished)[-2]["train/target_tokens"]
+
+
+def test_micro_batches_equal_one_big_batch(tiny, tmp_path):
+    for acc in (1, 4):
+        main.run([*tiny, f"optim.grad_acc={acc}", "logging.every_steps=1", f"hydra.run.dir={tmp_path / str(acc)}"])
+    one, four = ([e["train/loss"] for e in events(tmp_path / acc) if "train/loss" in e] for acc in ("1", "4"))
+    assert len(one) == 6 and one == pytest.approx(four, rel=1e-5)
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_gradients_of_micro_batches_with_uneven_padding(splits):
+    """The loss is a mean over all target tokens of the batch, however they are spread over its micro batches."""
+    shape = model.t5_config(200, 0, 1, d_model=16, d_kv=4, num_heads=2, d_ff=8, num_layers=1, num_decoder_layers=1)
+    shape.dropout_rate = 0.0
+    t5 = model.T5(shape)
+    model.initialize(t5, shape, 0)
+    ids = torch.arange(2, 82).reshape(8, 10)
+    labels = ids.clone()
+    for row in range(8):
+        labels[row, row + 1 :] = model.IGNORED
+    t5(ids, labels).loss.backward()
+    expected = [p.grad.clone() for p in t5.parameters()]
+    t5.zero_grad()
+    step = main.Step(t5, None, Accelerator(cpu=True), "fp32", OmegaConf.create({"grad_acc": splits}))
+    loss = step.gradients({"input_ids": ids, "labels": labels})
+    assert torch.allclose(loss, t5(ids, labels).loss)
+    assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(t5.parameters(), expected))
+
+
+def test_transformers_model_trains_alike(finished, tiny, tmp_path):
+    options = ["model.klass=hf_t5", "optim.total_steps=40", "eval.every_steps=15", f"hydra.run.dir={tmp_path}"]
+    main.run([*tiny, *options])
+    assert events(tmp_path)[-1]["eval/loss"] == pytest.approx(events(finished)[-1]["eval/loss"], rel=1e-3)
+    exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(exported.lm_head.weight, saved(tmp_path, 40)["lm_head.weight"])
+
+
+def test_bf16_and_compile(tiny, tmp_path):
+    """Where they are asked for they run, and the loss is that of plain fp32 within bf16's rounding."""
+    options = {"plain": [], "other": ["model.compile=true"]}
+    if torch.cpu.get_capabilities().get("avx512_bf16"):
+        options["other"].append("precision=bf16")
+    for name, extra in options.items():
+        main.run(
+            [*tiny, "model.num_layers=1", "model.num_decoder_layers=1", *extra, f"hydra.run.dir={tmp_path / name}"]
+        )
+    plain, other = (events(tmp_path / name)[-1]["eval/loss"] for name in options)
+    assert other == pytest.approx(plain, rel=0.02) and other != plain
+
+
+def test_weights_to_start_from(finished, tiny, tmp_path):
+    options = [
+        "model.random_init=false",
+        f"model.checkpoint_path={finished / 'model'}",
+        "optim.base_lr=1e-12",
+        "optim.final_cosine=0",
+    ]
+    main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
+    start, end = saved(finished, 40), saved(tmp_path, 6)
+    assert all(torch.allclose(start[name], end[name], atol=1e-6) for name in start)
+
+
+# ---- on the command line ----
+
+
+def command(*overrides, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "nanoT5.main", *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_complete(tiny, tmp_path, number):
+    process = command(*tiny, "optim.total_steps=1000000", "logging.every_steps=1", f"hydra.run.dir={tmp_path / 'run'}")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"] and summary["step"] == events(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "curve.png").exists()
+    assert (tmp_path / "run" / "checkpoints" / f"step-{summary['step']}" / "state.json").exists()
+    assert "held-out loss" in out
+
+
+def test_multirun(tiny, tmp_path):
+    process = command("-m", *tiny, "optim.name=adamw,adamwscale", f"hydra.sweep.dir={tmp_path}", "optim.total_steps=3")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    names = [OmegaConf.load(tmp_path / str(i) / "config.yaml").optim.name for i in range(2)]
+    assert names == ["adamw", "adamwscale"]
+    assert all((tmp_path / str(i) / "summary.json").exists() for i in range(2))
+
+
+def test_header_and_log_lines(tiny, tmp_path):
+    process = command(*tiny, "logging.every_steps=2", f"hydra.run.dir={tmp_path}")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    for word in ("run ", "cpu", "fp32", "parameters", "MB", "512 pieces", "micro batch", "about", "tokens/s"):
+        assert word in out
+    assert out.count("tokens/s") == 3
+
+
+def faulty(tmp_path, corpus):
+    """(overrides, words that the one sentence must have)"""
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "small.txt").write_text("A few words of text.\n\nAnd a few more.\n")
+    (tmp_path / "file").touch()
+    return {
+        "optm.lr=1": ["optm.lr", "is not a key"],
+        "optim.lr=1": ["optim.lr", "is not a key"],
+        "+optim.learning_rate=1": ["optim.learning_rate", "is not a key"],
+        "optim.batchsize=4": ["did you mean optim.batch_size?"],
+        "model=tiny": ["tiny", "nano"],
+        "optim.batch_size=abc": ["optim.batch_size=abc", "whole number"],
+        "optim.batch_size=1.5": ["optim.batch_size=1.5", "whole number"],
+        "optim.batch_size=null": ["optim.batch_size=null", "whole number"],
+        "optim.base_lr=true": ["optim.base_lr", "number"],
+        "optim.base_lr=-1": ["optim.base_lr", "above 0"],
+        "optim.base_lr=nan": ["optim.base_lr", "above 0"],
+        "optim.name=adam": ["optim.name=adam", "adamwscale"],
+        "optim.rms_scale=1": ["optim.rms_scale", "True, False"],
+        "optim.grad_acc=3": ["optim.batch_size=8", "optim.grad_acc=3"],
+        "optim.warmup_steps=6": ["optim.warmup_steps", "optim.total_steps"],
+        "eval.steps=0": ["eval.steps=0", "from 1 up"],
+        "data.input_length=4": ["data.input_length", "spans"],
+        "data.input_length=4000": ["data.input_length", "spans"],
+        "data.mlm_probability=0": ["data.mlm_probability", "between 0 and 1"],
+        "data.held_out=1e-9": ["data.held_out", "evaluation"],
+        "data.num_workers=9": ["data.num_workers=9", "data.streams"],
+        "data.path=null": ["data.path", "text"],
+        f"data.path={tmp_path}/none.txt": ["none.txt", "no file"],
+        f"data.path={tmp_path}/empty.txt": ["empty.txt", "no text"],
+        f"data.path={tmp_path}/small.txt": ["data.vocab_size=512", "<="],
+        f"data.path={tmp_path}/file": ["file", ".txt"],
+        "data.vocab_size=80000": ["data.vocab_size=80000", "<="],
+        f"data.tokenizer={corpus}": ["text.jsonl", "SentencePiece"],
+        f"data.cache={tmp_path}/file/cache": ["data.cache", "folder"],
+        "device=gpu": ["device=gpu", "device=cpu"],
+        "precision=fp16": ["precision=fp16", "bf16"],
+        "model.checkpoint_path=/nowhere": ["/nowhere", "checkpoint"],
+        "model.random_init=false": ["model.checkpoint_path", "random_init"],
+        "eval_only=true": ["model.checkpoint_path", "eval_only"],
+        "checkpoint.resume=/nowhere": ["/nowhere", "checkpoint.resume"],
+        "optim.batch_size=20000": ["optim.batch_size=20000", "smaller than a batch"],
+        f"hydra.run.dir={tmp_path}/file": ["hydra.run.dir", "cannot be written"],
+        "data.path=[": ["data.path=[", "quotes"],
+    }
+
+
+def test_mistakes_get_a_sentence_that_names_the_remedy(tiny, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trained = []
+    monkeypatch.setattr(main.Step, "__call__", lambda *_, **__: trained.append(1))
+    for i, (override, words) in enumerate(faulty(tmp_path, corpus).items()):
+        options = [*tiny, f"hydra.run.dir={tmp_path / f'run{i}'}", override]
+        monkeypatch.setattr(sys, "argv", ["nanoT5", *options])
+        with pytest.raises(SystemExit) as stopped:
+            main.main()
+        sentence = stopped.value.code
+        assert isinstance(sentence, str) and sentence.startswith("nanoT5: "), override
+        assert "\n" not in sentence and all(word in sentence for word in words), (override, sentence)
+    assert not trained
+
+
+def test_all_faults_are_reported_at_once():
+    with pytest.raises(UserError) as error:
+        config.check(config.load(["optim.batch_size=0", "seed=x", "+new=1"])[0])
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_mistakes_show_no_traceback_and_train_nothing(tmp_path):
+    process = command("optim.batch_size=0", f"hydra.run.dir={tmp_path / 'run'}")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and out == "" and not (tmp_path / "run").exists()
+    assert err == "nanoT5: optim.batch_size=0: it has to be a whole number from 1 up\n"
+
+
+def test_a_second_run_does_not_overwrite_the_first(finished, tiny):
+    with pytest.raises(UserError, match="already holds a run"):
+        main.run([*tiny, f"hydra.run.dir={finished}"])
+
+
+def test_weights_of_another_shape_are_refused(finished, tiny, tmp_path):
+    options = [
+        "eval_only=true",
+        f"model.checkpoint_path={finished / 'model'}",
+        "model.d_ff=16",
+        f"hydra.run.dir={tmp_path}",
+    ]
+    with pytest.raises(UserError, match=r"does not fit the model: .*wi_0.weight is \[48, 32\] there, \[16, 32\] here"):
+        main.run([*tiny, *options])
+
+
+def test_divergence_stops_the_run(tiny, tmp_path):
+    options = ["optim.base_lr=1e30", "optim.warmup_steps=0", "logging.every_steps=50", "optim.total_steps=50"]
+    with pytest.raises(log.Diverged, match=r"at step \d, .* optim.base_lr; last good checkpoint: none was saved yet"):
+        main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_divergence_is_traced_to_its_step_and_the_last_good_checkpoint(tiny, tmp_path, monkeypatch, bad):
+    clean = main.Step.__call__
+
+    def step(self, batch, lr, seed):
+        loss, grad_l2 = clean(self, batch, lr, seed)
+        if seed == 6:  # of the seventh step
+            return (loss * math.inf, grad_l2) if bad == "loss" else (loss, grad_l2 * math.nan)
+        return loss, grad_l2
+
+    monkeypatch.setattr(main.Step, "__call__", step)
+    options = [
+        "optim.total_steps=20",
+        "checkpoint.every_steps=5",
+        "logging.every_steps=20",
+        "optim.lr_scheduler=constant",
+    ]
+    with pytest.raises(log.Diverged) as error:
+        main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
+    assert "at step 7, learning rate 2.00e-02" in str(error.value)
+    assert str(error.value).endswith(f"{tmp_path}/checkpoints/step-5")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+
+
+def test_every_shipped_config_is_checked():
+    for group in ("model", "data"):
+        for path in (config.FOLDER / group).glob("*.yaml"):
+            options = [f"{group}={path.stem}"] + (["data.path=x"] if path.stem == "text" else [])
+            config.check(config.load(options)[0])
+    keys = config.flat(config.load(["data=text"])[0]).keys()
+    assert keys == config.RULES.keys()
+
+
+def test_every_key_has_a_comment():
+    for path in config.FOLDER.rglob("*.yaml"):
+        for line in path.read_text().splitlines():
+            if line.strip() and not line.strip().startswith(("#", "-")) and not line.rstrip().endswith(":"):
+                assert "#" in line or path.parent.name == "model", (path, line)

@@ -1,0 +1,145 @@
+import pytest
+import torch
+from transformers import T5ForConditionalGeneration
+
+from nanoT5 import model
+
+SHAPE = dict(d_model=48, d_kv=8, num_heads=4, d_ff=96, num_layers=2, num_decoder_layers=3, dropout_rate=0.0)
+
+
+def pair():
+    """(our model, Transformers' model) with the same weights."""
+    config = model.t5_config(300, 0, 1, **SHAPE)
+    ours = model.T5(config)
+    model.initialize(ours, config, seed=3)
+    theirs = model.hf_t5(config)
+    assert not theirs.load_state_dict(ours.state_dict()).missing_keys
+    return ours.eval(), theirs.eval()
+
+
+@pytest.fixture(params=["whole", "padded"])
+def batch(request):
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(2, 300, (3, 150), generator=generator)  # longer than the last bucket's distance of 128
+    labels = torch.randint(2, 300, (3, 21), generator=generator)
+    if request.param == "whole":
+        return {"input_ids": input_ids, "labels": labels}
+    attention_mask = torch.ones_like(input_ids)
+    for row, (length, target_length) in enumerate([(150, 21), (77, 9), (3, 1)]):
+        attention_mask[row, length:] = 0
+        input_ids[row, length:] = 0
+        labels[row, target_length:] = model.IGNORED
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+
+
+def test_logits_loss_and_gradients_are_those_of_transformers(batch):
+    ours, theirs = pair()
+    results = [m(**batch) for m in (ours, theirs)]
+    valid = batch["labels"] != model.IGNORED
+    assert torch.allclose(results[0].logits[valid], results[1].logits[valid], atol=1e-4)
+    assert torch.allclose(results[0].loss, results[1].loss, atol=1e-4)
+    for result in results:
+        result.loss.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        assert torch.allclose(p.grad, gradients.pop(name), atol=1e-4, rtol=1e-4), name
+    assert not gradients
+    assert ours.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 0
+
+
+def test_names_are_those_of_transformers():
+    ours, theirs = pair()
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+
+
+@pytest.mark.parametrize("name, count", [("small", 76_961_152), ("base", 247_577_856), ("large", 783_150_080)])
+@pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
+def test_parameter_counts(name, count, klass):
+    from omegaconf import OmegaConf
+
+    from nanoT5 import config
+
+    shape = OmegaConf.to_container(OmegaConf.load(config.FOLDER / "model" / f"{name}.yaml"))
+    with torch.device("meta"):
+        built = model.CLASSES[klass](model.t5_config(32_100, 0, 1, dropout_rate=0.0, **shape))
+    assert sum(p.numel() for p in built.parameters()) == count
+
+
+@pytest.mark.parametrize("size, rounded", [(4196, 4224), (32_100, 32_128), (256, 256), (257, 384)])
+def test_vocabulary_is_a_multiple_of_128(size, rounded):
+    assert model.t5_config(size, 0, 1, **SHAPE).vocab_size == rounded
+
+
+@pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
+def test_mixed_initialization(klass):
+    """Each class of weight against the standard deviations that Transformers itself draws with."""
+    config = model.t5_config(2000, 0, 1, **(SHAPE | {"d_model": 96, "d_kv": 32, "d_ff": 160}))
+    built = model.CLASSES[klass](config)
+    model.initialize(built, config, seed=0)
+    theirs = dict(T5ForConditionalGeneration(config).named_parameters())
+    expected = {
+        "q": (96 * 32) ** -0.5,
+        "k": 96**-0.5,
+        "v": 96**-0.5,
+        "o": 128**-0.5,
+        "relative_attention_bias": 96**-0.5,
+    }
+    expected |= {"wi_0": 96**-0.5, "wi_1": 96**-0.5, "wo": 160**-0.5, "shared": 1.0, "lm_head": 1.0}
+    seen = set()
+    for name, p in built.named_parameters():
+        kind = name.split(".")[-2]
+        if "norm" in kind:
+            assert (p == 1).all()
+            continue
+        seen.add(kind)
+        tolerance = 5 / (2 * p.numel()) ** 0.5  # five standard errors of a standard deviation
+        assert p.std().item() == pytest.approx(expected[kind], rel=tolerance), name
+        assert abs(p.mean().item()) < 5 * expected[kind] / p.numel() ** 0.5, name
+        if name in theirs:  # its head is tied to the embedding when it is drawn, at the same deviation
+            assert theirs[name].std().item() == pytest.approx(expected[kind], rel=tolerance), name
+    assert seen == set(expected)
+
+
+def test_initialization_follows_the_seed_alone():
+    config = model.t5_config(300, 0, 1, **SHAPE)
+    models = [model.T5(config), model.T5(config), model.hf_t5(config)]
+    for built, seed in zip(models, (1, 1, 1)):
+        model.initialize(built, config, seed)
+    first = dict(models[0].named_parameters())
+    for other in models[1:]:
+        assert all((p == first[name]).all() for name, p in other.named_parameters())
+    model.initialize(models[1], config, 2)
+    assert (models[1].lm_head.weight != first["lm_head.weight"]).all()
+
+
+def test_a_parameter_without_a_rule_is_an_error():
+    config = model.t5_config(300, 0, 1, **SHAPE)
+    built = model.T5(config)
+    built.encoder.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(LookupError, match="encoder.extra.weight"):
+        model.initialize(built, config, 0)
+
+
+def test_dropout_is_in_the_places_where_transformers_has_it():
+    config = model.t5_config(300, 0, 1, **(SHAPE | {"dropout_rate": 0.5}))
+    counts = [
+        sorted(name for name, m in klass(config).named_modules() if isinstance(m, torch.nn.Dropout))
+        for klass in (model.T5, model.hf_t5)
+    ]
+    assert counts[0] == counts[1]
+    ours = model.T5(config)
+    ids = torch.arange(20)[None] + 2
+    assert ours(ids, ids).loss != ours(ids, ids).loss
+    ours.eval()
+    assert ours(ids, ids).loss == ours(ids, ids).loss
+
+
+def test_bf16_autocast_is_close_and_reaches_the_bias():
+    ours, _ = pair()
+    ids = torch.arange(60).reshape(2, 30) + 2
+    exact = ours(ids, ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = ours(ids, ids).loss
+    assert rounded.dtype == torch.float32 and rounded.item() == pytest.approx(exact.item(), rel=0.02)
+    rounded.backward()
+    assert ours.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 0
