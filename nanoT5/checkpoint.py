@@ -18,21 +18,21 @@ def weights(t5: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in t5.state_dict().items() if "embed_tokens" not in name}
 
 
-def load_weights(t5: nn.Module, path: Path) -> None:
-    """From a checkpoint or exported model folder, or from a .safetensors file."""
+def load_weights(t5: nn.Module, key: str, path: Path) -> None:
+    """From a checkpoint or exported model folder, or from a .safetensors file; key is the config's, for complaints."""
     file = path / "model.safetensors" if path.is_dir() else path
     try:
         loaded = safetensors.torch.load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(
-            f"{file} cannot be read as weights ({error}): name a checkpoint, a model folder or a .safetensors"
+            f"{key}={path} cannot be read as weights ({error}): name a checkpoint, model or .safetensors file"
         ) from None
     expected = weights(t5)
     for name in sorted(expected.keys() | loaded.keys()):
         there, here = (list(w[name].shape) if name in w else "absent" for w in (loaded, expected))
         if there != here and "embed_tokens" not in name:
             raise UserError(
-                f"{file} does not fit the model: {name} is {there} there, {here} here; see model and data.tokenizer"
+                f"{key}={path} does not fit the model: {name} is {there} there, {here} here (see data.tokenizer)"
             )
     t5.load_state_dict(loaded, strict=False)
 
@@ -63,7 +63,7 @@ def optimizer_tensors(t5: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def load(path: Path, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
     if not (path / "state.json").is_file():
         raise UserError(f"checkpoint.resume={path} is not a checkpoint: name a run's checkpoints/step-N folder")
-    load_weights(t5, path)
+    load_weights(t5, "checkpoint.resume", path)
     state = json.loads((path / "state.json").read_text())
     for group, steps in zip(optimizer.param_groups, state.pop("optimizer_steps")):
         group["steps"] = steps

@@ -15,7 +15,7 @@ def draw(folders: list[Path], path: Path) -> None:
     """Training and held-out loss of runs, against steps and against tokens, with logarithmic axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -43,10 +43,12 @@ def draw(folders: list[Path], path: Path) -> None:
             )
     for axis, label in zip(axes, ("steps", "input and target tokens")):
         axis.set(xscale="log", yscale="log", xlabel=label)
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-        axis.yaxis.set_major_formatter(ScalarFormatter())
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        for ticks, subs in ((axis.xaxis, (1, 2, 5)), (axis.yaxis, (1, 1.5, 2, 3, 3.5, 4, 4.5, 5, 6, 8))):
+            ticks.set_major_locator(LogLocator(subs=subs))
+            ticks.set_major_formatter(EngFormatter(sep=""))
+            ticks.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("loss, nats per target token")
+    axes[0].set_ylim(top=min(7, axes[0].get_ylim()[1]))  # the first steps would squeeze the rest
     axes[0].legend()
     FigureCanvasAgg(figure).print_png(path)

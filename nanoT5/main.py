@@ -152,7 +152,7 @@ def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> n
     """The model with its first weights, on its device."""
     t5 = model.CLASSES[cfg.model.klass](shape)
     if cfg.model.checkpoint_path:
-        checkpoint.load_weights(t5, Path(cfg.model.checkpoint_path))
+        checkpoint.load_weights(t5, "model.checkpoint_path", Path(cfg.model.checkpoint_path))
     else:
         model.initialize(t5, shape, cfg.seed)
     # Compiling took 80 s for nano on two CPU cores and won nothing there; on a GPU a long run repays it
@@ -170,7 +170,7 @@ def header(cfg, folder: Path, device: torch.device, precision: str, text: data.D
     return {
         "run": str(folder),
         "device": f"{device.type}, {processor}, {precision}",
-        "model": f"{sum(p.numel() for p in t5.parameters()):,} parameters, vocabulary {t5.config.vocab_size:,}",
+        "model": f"{sum(p.numel() for p in t5.parameters()):,} parameters",
         "corpus": text.corpus.headline,
         "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
         "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",

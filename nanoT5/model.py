@@ -19,12 +19,12 @@ IGNORED = -100  # a label at which there is no loss: padding
 
 
 class Output(NamedTuple):
-    loss: Tensor | None  # mean cross-entropy in nats over the labels that are not IGNORED, float32 scalar
+    loss: Tensor  # mean cross-entropy in nats over the labels that are not IGNORED, float32 scalar
     logits: Tensor  # (B, T, V)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, always computed in float32."""
+    """Root-mean-square norm over the last axis. Its input is the residual stream, float32 under autocast too."""
 
     def __init__(self, config: T5Config):
         super().__init__()
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = config.layer_norm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class FeedForward(nn.Module):
@@ -201,7 +201,8 @@ class T5(nn.Module):
             padding_bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -1e9)
         memory = self.encoder(input_ids, padding_bias)
         logits = self.lm_head(self.decoder(self.shift_right(labels), padding_bias, memory))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         return Output(loss, logits)
 
     def shift_right(self, labels: Tensor) -> Tensor:

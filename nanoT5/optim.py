@@ -23,7 +23,8 @@ class Optimizer(torch.optim.Optimizer):
     default_lr: float
 
     def __init__(self, params, lr: float, weight_decay: float = 0.0, rms_scale: bool = False, **hyperparameters):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "rms_scale": rms_scale, **hyperparameters})
+        shared = {"lr": lr, "weight_decay": weight_decay, "rms_scale": rms_scale, "steps": 0}
+        super().__init__(params, shared | hyperparameters)
 
     def direction(self, group: dict, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         """The directions of this step, as new tensors; updates the optimizer's state. All are float32 or wider."""
@@ -42,7 +43,7 @@ class Optimizer(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            group["steps"] = group.get("steps", 0) + 1
+            group["steps"] += 1
             step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
             if group["rms_scale"]:
                 scales = torch._foreach_norm(params)

@@ -71,7 +71,7 @@ def text(pattern: str) -> Corpus:
     if size == 0:
         raise UserError(f"data.path={pattern} has no text in it")
     facts = {"path": pattern, "files": len(files), "bytes": size}
-    return Corpus(files, f"{pattern}: {len(files)} files, {size / 1e6:.1f} MB", facts)
+    return Corpus(files, f"{pattern}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB", facts)
 
 
 # Folders of no interest to a reader of documentation: tests, and copies of other packages.

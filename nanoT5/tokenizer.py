@@ -44,6 +44,12 @@ def from_sentencepiece(model: bytes, description: str) -> Tokenizer:
     except RuntimeError:
         raise UserError(f"data.tokenizer: {description} is not a SentencePiece model") from None
     pieces = processor.get_piece_size()
+    for name, id in {"<pad>": processor.pad_id(), "</s>": processor.eos_id(), "<unk>": processor.unk_id()}.items():
+        if id < 0 or processor.id_to_piece(id) != name:
+            raise UserError(
+                f"data.tokenizer: {description} has no {name}: train it as T5's is, with pad_id=0, pad_piece=<pad>, "
+                f"eos_id=1, unk_id=2, bos_id=-1"
+            )
 
     def save(folder: Path) -> None:
         from transformers import T5Tokenizer

@@ -283,7 +283,7 @@ def faulty(tmp_path, corpus):
         f"data.cache={tmp_path}/file/cache": ["data.cache", "folder"],
         "device=gpu": ["device=gpu", "device=cpu"],
         "precision=fp16": ["precision=fp16", "bf16"],
-        "model.checkpoint_path=/nowhere": ["/nowhere", "checkpoint"],
+        "model.checkpoint_path=/nowhere": ["model.checkpoint_path=/nowhere", "checkpoint"],
         "model.random_init=false": ["model.checkpoint_path", "random_init"],
         "eval_only=true": ["model.checkpoint_path", "eval_only"],
         "checkpoint.resume=/nowhere": ["/nowhere", "checkpoint.resume"],

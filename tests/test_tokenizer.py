@@ -55,6 +55,15 @@ def test_a_tokenizer_without_sentinels_is_refused(trained, tmp_path):
         tokenizer.load(str(tmp_path / "plain"))
 
 
+def test_a_sentencepiece_model_without_pad_is_refused(documents, tmp_path):
+    lines = iter("\n".join(documents).splitlines())
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_prefix=str(tmp_path / "plain"), vocab_size=200, minloglevel=2
+    )
+    with pytest.raises(UserError, match="plain.model has no <pad>"):
+        tokenizer.load(str(tmp_path / "plain.model"))
+
+
 def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "x.model").write_text("text")
