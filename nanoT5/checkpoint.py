@@ -1,7 +1,6 @@
 """Weights to and from disk: checkpoints to go on from, and the export in Transformers' format."""
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,8 +45,6 @@ def save(folder: Path, t5: nn.Module, optimizer: Optimizer, progress: Progress) 
     safetensors.torch.save_file(optimizer_tensors(t5, optimizer), aside / "optimizer.safetensors")
     state = asdict(progress) | {"optimizer_steps": [group["steps"] for group in optimizer.param_groups]}
     (aside / "state.json").write_text(json.dumps(state))
-    if final.exists():
-        shutil.rmtree(final)
     aside.rename(final)
     return final
 
@@ -61,7 +58,7 @@ def optimizer_tensors(t5: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def load(path: Path, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
-    if not (path / "state.json").is_file():
+    if not (path / "state.json").is_file() or not (path / "optimizer.safetensors").is_file():
         raise UserError(f"checkpoint.resume={path} is not a checkpoint: name a run's checkpoints/step-N folder")
     load_weights(t5, "checkpoint.resume", path)
     state = json.loads((path / "state.json").read_text())

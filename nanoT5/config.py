@@ -2,28 +2,32 @@
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import OverrideParseException
-from omegaconf import DictConfig, open_dict
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from nanoT5 import UserError, data, model, optim
 
 FOLDER = Path(__file__).parent.parent / "configs"
 
+COMPLAINTS = (HydraException, OmegaConfBaseException)  # what these libraries raise about a command line
+
 Rule = tuple[str, Callable[[object], bool]]  # what a value has to be, in words and as a test
 
 
 def choice(*values) -> Rule:
-    # True == 1 in Python, but optim.rms_scale=1 is a slip
-    return "one of " + ", ".join(str(v) for v in values), lambda v: any(v is w or v == w != 1 for w in values)
+    # with its type, since True == 1 in Python
+    return "one of " + ", ".join(str(v) for v in values), lambda v: any(type(v) is type(w) and v == w for w in values)
 
 
-def whole(least: int) -> Rule:
-    return f"a whole number from {least} up", lambda v: type(v) is int and v >= least
+def whole(least: int, most: int = 2**63 - 1) -> Rule:
+    words = f"a whole number from {least} " + ("up" if most == 2**63 - 1 else f"to {most}")
+    return words, lambda v: type(v) is int and least <= v <= most
 
 
 def number(words: str, test: Callable[[float], bool]) -> Rule:
@@ -34,13 +38,13 @@ def or_null(rule: Rule) -> Rule:
     return f"{rule[0]}, or null", lambda v: v is None or rule[1](v)
 
 
-TEXT: Rule = ("a text", lambda v: isinstance(v, str) and v != "")
+TEXT: Rule = ("a text, one that looks like a number in quotes: \"'42'\"", lambda v: isinstance(v, str) and v != "")
 SWITCH = choice(True, False)
 NOT_NEGATIVE = number("a number from 0 up", lambda v: 0 <= v < float("inf"))
 SHARE = number("a number between 0 and 1", lambda v: 0 < v < 1)
 
 RULES: dict[str, Rule] = {
-    "seed": whole(0),
+    "seed": whole(0, 2**31 - 1),
     "device": choice("auto", "cpu", "gpu"),
     "precision": choice("auto", "bf16", "fp32"),
     "eval_only": SWITCH,
@@ -57,7 +61,7 @@ RULES: dict[str, Rule] = {
     "model.num_layers": whole(1),
     "model.num_decoder_layers": whole(1),
     "data.source": choice("docstrings", "text"),
-    "data.path": TEXT,
+    "data.path": or_null(TEXT),
     "data.tokenizer": or_null(TEXT),
     "data.vocab_size": whole(16),
     "data.input_length": whole(2),
@@ -101,8 +105,8 @@ def flat(cfg: DictConfig) -> dict[str, object]:
 
 def check(cfg: DictConfig) -> None:
     """Refuse a config that cannot be run, before anything is built, with a sentence for everything that is wrong."""
-    faults = []
     values = flat(cfg)
+    faults = [f"{key} is missing: give it a value" for key in RULES if key not in values]
     for key, value in values.items():
         if key not in RULES:
             faults.append(unknown(key))
@@ -114,9 +118,13 @@ def check(cfg: DictConfig) -> None:
         raise UserError("\n".join(faults))
 
 
-def contradictions(cfg: DictConfig):
+def contradictions(cfg: DictConfig) -> Iterator[str]:
     """What is wrong with keys that are each right."""
     o = cfg.optim
+    if cfg.data.source == "text" and cfg.data.path is None:
+        yield "data.path is needed with data=text: name a .txt or .jsonl file, or a quoted glob of them"
+    if cfg.data.source == "docstrings" and cfg.data.path is not None:
+        yield f"data.path={cfg.data.path} has no part in data=docstrings: say data=text too"
     if o.batch_size % o.grad_acc:
         yield f"optim.batch_size={o.batch_size} is not divisible by optim.grad_acc={o.grad_acc}: change one of them"
     if o.warmup_steps >= o.total_steps and o.lr_scheduler == "cosine":
@@ -130,10 +138,12 @@ def contradictions(cfg: DictConfig):
     needs_weights = cfg.eval_only or not cfg.model.random_init
     if needs_weights and cfg.model.checkpoint_path is None:
         yield "model.checkpoint_path is needed with eval_only=true or model.random_init=false: name a checkpoint"
+    if cfg.model.checkpoint_path is not None and not needs_weights:
+        yield "model.checkpoint_path is not used while model.random_init=true: say model.random_init=false"
 
 
 def unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, RULES, n=1) or [k for k in RULES if k.split(".")[-1] == key.split(".")[-1]]
+    near = [k for k in RULES if k.split(".")[-1] == key.split(".")[-1]] or difflib.get_close_matches(key, RULES, n=1)
     return f"{key} is not a key{f', did you mean {near[0]}?' if near else ': configs/config.yaml lists them'}"
 
 
@@ -141,18 +151,21 @@ def explain(error: Exception) -> str:
     """Hydra's and OmegaConf's complaints about a command line, in one sentence."""
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read: put a value with special characters into quotes, key=\"'value'\""
-    message = str(error)
-    if key := re.search(r"full_key: (\S+)|Could not override '([^']+)'", message):
-        return unknown(key[1] or key[2])
-    return " ".join(message.split())
+    if key := re.match(r"Could not override '([^']+)'", str(error)):
+        return unknown(key[1])
+    return " ".join(str(error).split())
 
 
 def load(overrides: list[str]) -> tuple[DictConfig, Path]:
     """(config, run folder) of a command line, as `python -m nanoT5.main` composes them."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        cfg = compose("config", overrides, return_hydra_config=True)
-    folder = Path(cfg.hydra.run.dir)
-    with open_dict(cfg):
-        del cfg["hydra"]
+    try:
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            cfg = compose("config", overrides, return_hydra_config=True)
+        folder = Path(cfg.hydra.run.dir)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except (*COMPLAINTS, ValueError) as error:  # Hydra raises a plain ValueError for data=null
+        raise UserError(explain(error)) from None
     return cfg, folder

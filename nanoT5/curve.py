@@ -1,5 +1,6 @@
 """Reading the logs of runs, and drawing their curves."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def draw(folders: list[Path], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for folder, color in zip(folders, COLORS):
+    for folder, color in zip(folders, itertools.cycle(COLORS)):
         events = read(folder)
         training = [event for event in events if "train/loss" in event]
         tokens = {event["step"]: event["train/input_tokens"] + event["train/target_tokens"] for event in training}
@@ -49,6 +50,8 @@ def draw(folders: list[Path], path: Path) -> None:
             ticks.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("loss, nats per target token")
-    axes[0].set_ylim(top=min(7, axes[0].get_ylim()[1]))  # the first steps would squeeze the rest
+    low, high = axes[0].get_ylim()
+    if low < 6:
+        axes[0].set_ylim(top=min(7, high))  # the first steps would squeeze the rest
     axes[0].legend()
     FigureCanvasAgg(figure).print_png(path)

@@ -16,6 +16,7 @@ Shapes: B sequences, R = raw_length, S input tokens, T target tokens.
 import functools
 import hashlib
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
@@ -164,18 +165,14 @@ class Documents:
     evaluation: bool = False
 
     def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[tuple[Place, str]]:
-        """(place, text) of one epoch from a place on.
+        """(place, text) of one epoch from a place on. Streams share out the rows of every file, to be of one size."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
+        for position in range(file, len(self.files)):
+            path, first = self.files[order[position]], row if position == file else 0
+            shift = self.number - order[position]  # else stream 0 would get all files of a single row
 
-        Streams share out the files where there are enough of them, else the rows of every file.
-        """
-        by_file = len(self.files) >= self.streams
-        files = self.files[self.number :: self.streams] if by_file else self.files
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(files))
-        for position in range(file, len(files)):
-            path, first = files[order[position]], row if position == file else 0
-
-            def wanted(r: int, first=first) -> bool:
-                return r >= first and (by_file or r % self.streams == self.number)
+            def wanted(r: int, first=first, shift=shift) -> bool:
+                return r >= first and (r - shift) % self.streams == 0
 
             for r, text in sources.READERS[path.suffix](path, wanted):
                 if text.strip() and is_held_out(text, self.held_out) == self.evaluation:
@@ -195,9 +192,8 @@ class Chunker:
     def epoch(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """(place, int32 (up to block, raw_length)) in the order of the text, without an epoch's last few tokens."""
         documents = self.documents.read(start.epoch, start.file, start.row)
-        pending: deque[tuple[Place, np.ndarray]] = (
-            deque()
-        )  # documents not yet cut up; `skip` tokens of the first are gone
+        # documents not yet cut up; `skip` tokens of the first one are gone
+        pending: deque[tuple[Place, np.ndarray]] = deque()
         skip, tokens, wanted = start.skip, -start.skip, self.block * self.raw_length
         while True:
             while tokens < wanted and (group := list(itertools.islice(documents, 64))):
@@ -218,15 +214,15 @@ class Chunker:
     def shuffled(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
         """(place after it, chunk int32 (raw_length,)) without end, permuted within each block."""
         seed, number = self.documents.seed, self.documents.number
-        epoch_start, empty_epochs = replace(start, used=0), 0
-        while empty_epochs < 2:  # the first may have been resumed at its end
-            empty_epochs += 1
+        epoch_start, empty = replace(start, used=0), False
+        while not empty:
+            empty = True
             for place, block in self.epoch(epoch_start):
                 order = np.random.default_rng([seed, number, *astuple(place)]).permutation(len(block))
                 used = start.used if place == replace(start, used=0) else 0
                 for i in range(used, len(block)):
                     yield replace(place, used=i + 1), block[order[i]]
-                empty_epochs = 0
+                empty = False
             epoch_start = Place(epoch_start.epoch + 1)
         raise UserError(
             f"the corpus is too small: stream {number + 1} of {self.documents.streams} has fewer than "
@@ -258,21 +254,43 @@ class Parts(IterableDataset):
             except UserError as error:
                 yield error  # raised in a worker process it would arrive wrapped in a traceback
                 return
-            index = np.array(samples)
-            yield index, *self.corruption(np.stack([chunk for _, chunk in taken]), index), places
+            index = np.array(samples, dtype=np.int64)
+            # a worker may have no part in a batch that is smaller than the number of streams
+            rows = np.array([chunk for _, chunk in taken], dtype=np.int32).reshape(
+                len(taken), self.streams[0].raw_length
+            )
+            yield index, *self.corruption(rows, index), places
+
+
+def leave_process_group(worker: int) -> None:
+    """A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole group; only the training process is to act on them.
+
+    Ignoring SIGTERM instead would leave workers that cannot be ended.
+    """
+    os.setsid()
 
 
 def training_batches(
-    streams: list[Chunker], batch_size: int, corruption: Callable, workers: int, state: dict | None = None
+    streams: list[Chunker], batch_size: int, corruption: Callable, workers: int, origin: dict, state: dict | None = None
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
     """Endless (batch, state after it); the batch has int64 input_ids (B, S) and labels (B, T).
 
     Prefetching is harmless because the state travels with its batch: started from it, the batches go on as they would
-    have. They are the same with any number of worker processes, each of which serves its own streams.
+    have. They are the same with any number of worker processes, each of which serves its own streams. origin names what
+    else the batches depend on: a state can only be gone on from where that is the same.
     """
-    state = state or {"samples": 0, "places": [list(astuple(Place()))] * len(streams)}
-    parts = Parts(streams, batch_size, corruption, state)
-    loader = iter(DataLoader(parts, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None))
+    state = state or {"samples": 0, "places": [list(astuple(Place()))] * len(streams), "origin": origin}
+    if changed := [key for key in origin if state["origin"].get(key) != origin[key]]:
+        raise UserError(f"checkpoint.resume: the checkpoint was made with another {' and another '.join(changed)}")
+    loader = iter(
+        DataLoader(
+            Parts(streams, batch_size, corruption, state),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=8 if workers else None,
+            worker_init_fn=leave_process_group,
+        )
+    )
     places = list(state["places"])
     for samples in itertools.count(state["samples"] + batch_size, batch_size):
         group = list(itertools.islice(loader, max(workers, 1)))
@@ -283,7 +301,8 @@ def training_batches(
                 places[stream] = list(astuple(place))
         index, input_ids, labels = (torch.cat([part[i] for part in group]) for i in range(3))
         order = index.argsort()
-        yield {"input_ids": input_ids[order], "labels": labels[order]}, {"samples": samples, "places": list(places)}
+        state = {"samples": samples, "places": list(places), "origin": origin}
+        yield {"input_ids": input_ids[order], "labels": labels[order]}, state
 
 
 @dataclass(frozen=True)
@@ -312,28 +331,23 @@ def build(cfg) -> Data:
         source = Documents(corpus.files, data.held_out, seed, **documents)
         return Chunker(source, tokenizer.encode, tokenizer.eos_id, raw_length, block)
 
-    corruption = functools.partial(
-        corrupt,
-        noise_density=data.mlm_probability,
-        mean_span_length=data.mean_noise_span_length,
-        sentinel_ids=tokenizer.sentinel_ids,
-        eos_id=tokenizer.eos_id,
+    noise = {"noise_density": data.mlm_probability, "mean_span_length": data.mean_noise_span_length}
+    ids = {"sentinel_ids": tokenizer.sentinel_ids, "eos_id": tokenizer.eos_id}
+    corruption = functools.partial(corrupt, **noise, **ids)
+    batches = functools.partial(
+        training_batches,
+        [chunker(data.shuffle_block, cfg.seed, number=n, streams=data.streams) for n in range(data.streams)],
+        cfg.optim.batch_size,
+        functools.partial(corruption, seed=cfg.seed),
+        data.num_workers,
+        {"corpus": corpus.digest, "tokenizer": tokenizer.sha256, "seed": cfg.seed}
+        | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block")}
+        | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())},
     )
-    streams = [chunker(data.shuffle_block, cfg.seed, number=n, streams=data.streams) for n in range(data.streams)]
-    return Data(
-        corpus,
-        tokenizer,
-        raw_length,
-        target_length,
-        functools.partial(
-            training_batches,
-            streams,
-            cfg.optim.batch_size,
-            functools.partial(corruption, seed=cfg.seed),
-            data.num_workers,
-        ),
-        evaluation_batches(chunker(cfg.eval.batch_size, FIXED_SEED, evaluation=True), cfg.eval.steps, corruption),
+    evaluation = evaluation_batches(
+        chunker(cfg.eval.batch_size, FIXED_SEED, evaluation=True), cfg.eval.steps, corruption
     )
+    return Data(corpus, tokenizer, raw_length, target_length, batches, evaluation)
 
 
 def evaluation_batches(chunker: Chunker, steps: int, corruption: Callable) -> list[dict[str, torch.Tensor]]:
@@ -346,6 +360,6 @@ def evaluation_batches(chunker: Chunker, steps: int, corruption: Callable) -> li
     if not batches:
         raise UserError(
             f"data.held_out={chunker.documents.held_out} leaves fewer than {chunker.raw_length} tokens of this corpus "
-            f"for evaluation: raise it, or give more documents"
+            f"for evaluation: raise it, or give more documents (in a .txt file, blank lines separate them)"
         )
     return batches

@@ -1,6 +1,7 @@
 """What a run tells: log events to metrics.jsonl and to the terminal, the header, the summary."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from nanoT5 import UserError
 
 
 @dataclass
@@ -41,7 +44,9 @@ class Log:
     folder: Path
     total_steps: int
     progress: Progress
-    pending: list[Tensor] = field(default_factory=list)  # (loss, gradient norm) of each step since the last event
+    pending: list[tuple[float, Tensor]] = field(
+        default_factory=list
+    )  # (lr, (loss, gradient norm)) since the last event
     last_evaluation: dict = field(default_factory=dict)
     last_checkpoint: Path | None = None
 
@@ -50,33 +55,41 @@ class Log:
         self.bar = tqdm(total=self.total_steps, initial=self.progress.step, unit="step", disable=not on_terminal)
         self.resumed_at, self.started = self.progress.step, time.perf_counter()
         self.tokens, self.since = self.progress.tokens, self.started  # at the last event
+        try:
+            (self.folder / "metrics.jsonl").touch(exist_ok=False)
+        except FileExistsError:
+            raise UserError(f"hydra.run.dir={self.folder} already holds a run: name another folder") from None
 
-    def add(self, loss: Tensor, grad_l2: Tensor) -> None:
-        self.pending.append(torch.stack([loss, grad_l2]))
+    def add(self, lr: float, loss: Tensor, grad_l2: Tensor) -> None:
+        self.pending.append((lr, torch.stack([loss, grad_l2])))
         self.bar.update()
 
-    def training(self, lr: float, t5: nn.Module) -> None:
+    def training(self, t5: nn.Module) -> None:
         """The event of the steps since the last one; the one place where training waits for the device."""
-        losses, norms = torch.stack(self.pending).double().cpu().unbind(1)
+        rates, results = zip(*self.pending)
+        losses, norms = torch.stack(results).cpu().double().unbind(1)
+        weights_l2 = torch.stack(torch._foreach_norm([p.detach() for p in t5.parameters()])).norm().item()
         finite = losses.isfinite() & norms.isfinite()
+        finite[-1] &= math.isfinite(weights_l2)
         if not finite.all():
-            step = self.progress.step - len(losses) + 1 + finite.int().argmin().item()
+            bad = finite.int().argmin().item()
+            step = self.progress.step - len(losses) + 1 + bad
             raise Diverged(
-                f"the loss or its gradient became infinite or NaN at step {step}, learning rate {lr:.2e}: lower "
-                f"optim.base_lr; last good checkpoint: {self.last_checkpoint or 'none was saved yet'}"
+                f"loss, gradient or weights became infinite or NaN at step {step}, learning rate {rates[bad]:.2e}: "
+                f"lower optim.base_lr; last good checkpoint: {self.last_checkpoint or 'none was saved yet'}"
             )
         now = time.perf_counter()
         event = {
             "train/loss": losses.mean().item(),
-            "train/lr": lr,
+            "train/lr": rates[-1],
             "train/grad_l2": norms.mean().item(),
-            "train/weights_l2": torch.stack(torch._foreach_norm([p.detach() for p in t5.parameters()])).norm().item(),
+            "train/weights_l2": weights_l2,
             "train/tokens_per_second": (self.progress.tokens - self.tokens) / (now - self.since),
             "train/input_tokens": self.progress.input_tokens,
             "train/target_tokens": self.progress.target_tokens,
         }
         self.write(event)
-        shown = f"loss {event['train/loss']:.3f} | lr {lr:.1e} | grad {event['train/grad_l2']:.2f}"
+        shown = f"loss {event['train/loss']:.3f} | lr {rates[-1]:.1e} | grad {event['train/grad_l2']:.2f}"
         shown += f" | {event['train/tokens_per_second']:,.0f} tokens/s"
         seconds_left = (now - self.started) / (self.progress.step - self.resumed_at)
         seconds_left *= self.total_steps - self.progress.step

@@ -25,9 +25,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from transformers import T5Config
 
@@ -65,7 +63,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     step_seconds = step.rehearse(first[0])
     evaluator.rehearse()
     batches = itertools.chain([first], batches)
-    log.print_header(header(cfg, folder, accelerator.device, precision, text, t5, step_seconds))
+    log.print_header(header(cfg, folder, accelerator, precision, text, t5, progress, step_seconds))
     events = log.Log(folder, cfg.optim.total_steps, progress, last_checkpoint=cfg.checkpoint.resume)
 
     last = False
@@ -75,13 +73,13 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             lr = schedule(progress.step, optimizer.defaults["lr"], cfg.optim)
             loss, grad_l2 = step(batch, lr, seed=(cfg.seed << 32) + progress.step)
             progress.advance(batch)
-            events.add(loss, grad_l2)
+            events.add(lr, loss, grad_l2)
 
             last = progress.step == cfg.optim.total_steps or stop.is_set()
             evaluate = last or progress.step % cfg.eval.every_steps == 0
             save = last or progress.step % cfg.checkpoint.every_steps == 0
             if evaluate or save or progress.step % cfg.logging.every_steps == 0:
-                events.training(lr, t5)  # before a checkpoint, so that no diverged weights are ever saved
+                events.training(t5)  # before a checkpoint, so that no diverged weights are ever saved
             if evaluate:
                 events.evaluation(evaluator())
             if save:
@@ -100,7 +98,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         "tokenizer": {"description": text.tokenizer.description, "sha256": text.tokenizer.sha256},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    return log.write_summary(folder, events.last_evaluation | asdict(progress) | facts)
+    counts = {name: value for name, value in asdict(progress).items() if name != "data"}
+    return log.write_summary(folder, events.last_evaluation | counts | facts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,12 +118,18 @@ def make_run_folder(folder: Path, cfg: DictConfig) -> None:
 
 def set_up(cfg: DictConfig) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may run on another device than before
-    accelerator = Accelerator(cpu=cfg.device == "cpu")
-    if cfg.device == "gpu" and accelerator.device.type == "cpu":
-        raise UserError("device=gpu, but torch finds no GPU: say device=cpu, or install a torch build for your GPU")
-    if accelerator.device.type == "cpu":
-        # The mixed initialization starts at a loss above 100, where softmax gives denormal numbers: 4 times slower
-        torch.set_flush_denormal(True)
+    gpu = torch.cuda.is_available()
+    if cfg.device == "gpu" and not gpu:
+        raise UserError(
+            "device=gpu, but torch finds no CUDA GPU: say device=cpu, or install a torch build for your GPU"
+        )
+    accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu)
+    if accelerator.num_processes > 1:
+        raise UserError("several processes are not supported yet: start one, which uses one GPU")
+    # The mixed initialization starts at a loss above 100, where softmax gives denormal numbers: 4 times slower on a CPU
+    torch.set_flush_denormal(True)
+    # cuDNN's attention kernel, preferred on Hopper, gives no gradient to a bias
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return accelerator
 
 
@@ -162,11 +167,15 @@ def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> n
     return accelerator.prepare_model(t5)
 
 
-def header(cfg, folder: Path, device: torch.device, precision: str, text: data.Data, t5, step_seconds: float) -> dict:
+def header(
+    cfg, folder, accelerator, precision, text: data.Data, t5, progress: log.Progress, step_seconds: float
+) -> dict:
     """What a person wants to see before waiting: a name and a text for each line."""
+    device = accelerator.device
     processor = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     tokens = cfg.data.input_length + text.target_length
     micro = cfg.optim.batch_size // cfg.optim.grad_acc
+    steps = cfg.optim.total_steps - progress.step
     return {
         "run": str(folder),
         "device": f"{device.type}, {processor}, {precision}",
@@ -175,7 +184,7 @@ def header(cfg, folder: Path, device: torch.device, precision: str, text: data.D
         "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
         "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",
         "step": f"{cfg.optim.batch_size} sequences, micro batch {micro}, {cfg.optim.batch_size * tokens:,} tokens",
-        "duration": f"about {log.duration(step_seconds * cfg.optim.total_steps)} for {cfg.optim.total_steps:,} steps",
+        "duration": f"about {log.duration(step_seconds * steps)} for {steps:,} steps",
     }
 
 
@@ -189,7 +198,7 @@ def autocast(precision: str, device: torch.device):
 
 @dataclass
 class Step:
-    """One optimizer step on a global batch, in micro batches. Nothing here waits for the device."""
+    """One optimizer step on a global batch, in micro batches. Nothing here reads a number from the device."""
 
     t5: nn.Module
     optimizer: torch.optim.Optimizer
@@ -290,11 +299,7 @@ def stop_on_signal():
 
 def run(overrides: list[str]) -> dict:
     """The same job from Python, any number of times: run(["optim.name=adamw"]) returns the summary."""
-    try:
-        cfg, folder = config.load(overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(config.explain(error)) from None
-    return train(cfg, folder)
+    return train(*config.load(overrides))
 
 
 def main() -> None:
@@ -310,7 +315,7 @@ def main() -> None:
             sys.exit(130)
     except (UserError, log.Diverged) as error:
         sys.exit(f"nanoT5: {error}")
-    except (HydraException, OmegaConfBaseException) as error:
+    except config.COMPLAINTS as error:  # about a multirun
         sys.exit(f"nanoT5: {config.explain(error)}")
     except KeyboardInterrupt:
         sys.exit(130)

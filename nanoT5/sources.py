@@ -27,6 +27,7 @@ from nanoT5 import UserError
 @dataclass(frozen=True)
 class Corpus:
     files: list[Path]
+    digest: str  # tells corpora apart
     headline: str  # printed
     description: dict  # stored with the run
 
@@ -41,7 +42,7 @@ def read_jsonl(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int,
                         raise TypeError
                 except (ValueError, KeyError, TypeError):
                     raise UserError(f'{path}, line {row + 1}: expected a JSON object with a string "text"') from None
-                yield row, text
+                yield row, text.encode(errors="replace").decode()  # JSON can spell code points that no text has
 
 
 def read_txt(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
@@ -67,11 +68,14 @@ def text(pattern: str) -> Corpus:
         raise UserError(f"data.path={pattern} matches no file: give a .txt or .jsonl file, or a quoted glob of them")
     if odd := [path for path in files if path.suffix not in READERS]:
         raise UserError(f"data.path: {odd[0]} is not a {' or '.join(READERS)} file")
+    if locked := [path for path in files if not os.access(path, os.R_OK)]:
+        raise UserError(f"data.path: {locked[0]} may not be read: change its permissions")
     size = sum(path.stat().st_size for path in files)
     if size == 0:
         raise UserError(f"data.path={pattern} has no text in it")
     facts = {"path": pattern, "files": len(files), "bytes": size}
-    return Corpus(files, f"{pattern}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB", facts)
+    digest = hashlib.sha256(repr([(path.name, path.stat().st_size) for path in files]).encode()).hexdigest()
+    return Corpus(files, digest, f"{pattern}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB", facts)
 
 
 # Folders of no interest to a reader of documentation: tests, and copies of other packages.
@@ -87,8 +91,8 @@ def docstrings(cache: Path) -> Corpus:
     """
     packages = requirements_closure()
     versions = {"python": platform.python_version()} | {name: package.version for name, package in packages.items()}
-    recipe = "".join(map(inspect.getsource, (gather, prose, parse)))  # so that no stale corpus is read
-    key = hashlib.sha256(repr((versions, recipe)).encode()).hexdigest()[:16]
+    recipe = [inspect.getsource(step) for step in (gather, parse, prose)]  # so that no stale corpus is read
+    key = hashlib.sha256(repr((versions, recipe, sorted(SKIPPED))).encode()).hexdigest()[:16]
     path = cache / f"docstrings-{key}.jsonl"
     about = path.with_suffix(".json")
     if not about.is_file() or not path.is_file():
@@ -107,7 +111,9 @@ def docstrings(cache: Path) -> Corpus:
     facts = json.loads(about.read_text())
     shown = ", ".join(f"{name} {version}" for name, version in itertools.islice(facts["versions"].items(), 10))
     headline = f"docstrings of {shown} and {len(facts['versions']) - 10} more: {facts['documents']:,} documents, "
-    return Corpus([path], headline + f"{facts['bytes'] / 1e6:.1f} MB, sha256 {facts['sha256'][:16]}", facts)
+    return Corpus(
+        [path], facts["sha256"], headline + f"{facts['bytes'] / 1e6:.1f} MB, sha256 {facts['sha256'][:16]}", facts
+    )
 
 
 def requirements_closure() -> dict[str, importlib.metadata.Distribution]:
@@ -139,7 +145,8 @@ def gather(packages: dict[str, importlib.metadata.Distribution]) -> Iterator[tup
         modules |= {f"{name}/{f}": Path(package.locate_file(f)) for f in package.files or () if f.suffix == ".py"}
     modules = {name: path for name, path in sorted(modules.items()) if not SKIPPED & set(name.split("/"))}
     seen = set()
-    with ProcessPoolExecutor() as pool:
+    # a syntax tree is a million small objects without cycles: collecting among them doubles the time
+    with ProcessPoolExecutor(initializer=gc.disable) as pool:
         for name, texts in zip(modules, pool.map(parse, modules.values(), chunksize=64)):
             paragraphs = [p for text in texts for p in prose(text)]
             new = [p for p in dict.fromkeys(paragraphs) if p not in seen]
@@ -150,7 +157,6 @@ def gather(packages: dict[str, importlib.metadata.Distribution]) -> Iterator[tup
 
 def parse(path: Path) -> list[str]:
     """The docstrings of a Python file in the order of its text; none if it cannot be parsed."""
-    gc.disable()  # a syntax tree is a million small objects without cycles: collecting among them doubles the time
     try:
         source = path.read_bytes()
         stack = [ast.parse(source)] if b'"""' in source else []

@@ -1,5 +1,6 @@
 import functools
 import json
+import pickle
 from collections import Counter
 from dataclasses import replace
 from math import comb
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoT5 import UserError, data, sources
+from nanoT5 import UserError, data, sources, tokenizer
 from nanoT5.data import Chunker, Documents, Place
 
 SENTINEL_IDS = 1099 - np.arange(100)
@@ -140,9 +141,11 @@ def chunkers(path: Path, streams: int, block=7, held_out=0.2, seed=0):
     ]
 
 
-def batches(path, workers=0, state=None, streams=4, batch_size=6, **options):
+def batches(path, workers=0, state=None, streams=4, batch_size=6, origin=None, **options):
     corruption = functools.partial(corrupt, seed=0)
-    return data.training_batches(chunkers(path, streams, **options), batch_size, corruption, workers, state)
+    return data.training_batches(
+        chunkers(path, streams, **options), batch_size, corruption, workers, origin or {}, state
+    )
 
 
 @pytest.fixture(scope="module")
@@ -202,16 +205,46 @@ def test_batch_size_does_not_change_the_samples(small):
     assert rows[0] == rows[1] == rows[2]
 
 
-def test_files_are_shared_out_among_streams(tmp_path):
-    for i in range(5):
-        (tmp_path / f"{i}.txt").write_text(f"document {i}")
+def test_streams_share_out_the_rows_of_every_file(tmp_path):
+    """Also where every file has a single row; the order of files changes from epoch to epoch."""
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"{i}.0\n\n{i}.1" if i < 2 else f"{i}.0")
     files = sorted(tmp_path.iterdir())
-    found = [[text for _, text in Documents(files, 1e-9, 0, n, 2).read(epoch)] for epoch in range(9) for n in range(2)]
-    assert {tuple(sorted(texts)) for texts in found} == {
-        ("document 0", "document 2", "document 4"),
-        ("document 1", "document 3"),
-    }
-    assert len({tuple(texts) for texts in found}) > 2  # their order changes from epoch to epoch
+    streams = [Documents(files, 1e-9, 0, n, 4) for n in range(4)]
+    orders = [[[text.strip() for _, text in stream.read(epoch)] for stream in streams] for epoch in range(3)]
+    for epoch in orders:
+        assert sorted(text for texts in epoch for text in texts) == sorted(
+            ["0.0", "0.1", "1.0", "1.1"] + [f"{i}.0" for i in range(2, 8)]
+        )
+        assert sorted(map(len, epoch)) == [2, 2, 3, 3]
+        assert [sorted(texts) for texts in epoch] == [sorted(texts) for texts in orders[0]]
+    assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_batch_smaller_than_the_streams(small, workers):
+    assert take(batches(small, workers, batch_size=1), 12) == take(batches(small, batch_size=1), 12)
+
+
+def test_a_state_of_other_data_is_refused(small):
+    (_, _, state), *_ = take(batches(small, origin={"tokenizer": "a", "seed": 0, "data.streams": 4}), 1)
+    take(batches(small, state=state, origin={"tokenizer": "a", "seed": 0, "data.streams": 4}), 1)
+    with pytest.raises(UserError, match="another tokenizer and another data.streams"):
+        take(batches(small, state=state, origin={"tokenizer": "b", "seed": 0, "data.streams": 8}), 1)
+
+
+def test_what_workers_get_can_be_pickled(small, corpus, cache, tmp_path):
+    """As it has to be where processes are spawned: macOS, and Linux from Python 3.14 on."""
+    folder = tmp_path / "tokenizer"
+    texts = [text for _, text in sources.read_jsonl(corpus, lambda row: True)]
+    tokenizer.train(texts, 512, cache).save(folder)
+    for path in (folder, folder / "spiece.model"):
+        if path == folder:
+            (folder / "spiece.model").rename(tmp_path / "spiece.model")
+            encode = tokenizer.load(str(folder)).encode
+        else:
+            encode = tokenizer.load(str(tmp_path / "spiece.model")).encode
+        assert pickle.loads(pickle.dumps(encode))(texts[:3]) == encode(texts[:3])
 
 
 @pytest.mark.parametrize(

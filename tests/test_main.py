@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_metrics(finished):
     last = training[-1]
     assert (last["train/input_tokens"], last["train/target_tokens"]) == (40 * 8 * 32, 40 * 8 * 8)
     assert last["train/loss"] < training[0]["train/loss"]
-    assert last["train/lr"] == optim.cosine(39, 2e-2, OmegaConf.load(finished / "config.yaml").optim)
+    assert last["train/lr"] == optim.cosine(39, 4e-2, OmegaConf.load(finished / "config.yaml").optim)
     weights = saved(finished, 40).values()
     assert last["train/weights_l2"] == pytest.approx(
         math.sqrt(sum((w.double() ** 2).sum().item() for w in weights)), rel=1e-5
@@ -172,17 +173,20 @@ def test_transformers_model_trains_alike(finished, tiny, tmp_path):
     assert torch.equal(exported.lm_head.weight, saved(tmp_path, 40)["lm_head.weight"])
 
 
-def test_bf16_and_compile(tiny, tmp_path):
-    """Where they are asked for they run, and the loss is that of plain fp32 within bf16's rounding."""
-    options = {"plain": [], "other": ["model.compile=true"]}
-    if torch.cpu.get_capabilities().get("avx512_bf16"):
-        options["other"].append("precision=bf16")
-    for name, extra in options.items():
-        main.run(
-            [*tiny, "model.num_layers=1", "model.num_decoder_layers=1", *extra, f"hydra.run.dir={tmp_path / name}"]
-        )
-    plain, other = (events(tmp_path / name)[-1]["eval/loss"] for name in options)
-    assert other == pytest.approx(plain, rel=0.02) and other != plain
+def test_compiling_changes_no_result(tiny, tmp_path):
+    for name in ("true", "false"):
+        options = ["model.num_layers=1", "model.num_decoder_layers=1", f"model.compile={name}"]
+        main.run([*tiny, *options, f"hydra.run.dir={tmp_path / name}"])
+    compiled, plain = (events(tmp_path / name)[-1]["eval/loss"] for name in ("true", "false"))
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="this processor has no bf16")
+def test_bf16_ends_within_its_rounding(finished, tiny, tmp_path):
+    options = ["precision=bf16", "optim.total_steps=40", f"hydra.run.dir={tmp_path}"]
+    main.run([*tiny, *options])
+    exact, rounded = (events(folder)[-1]["eval/loss"] for folder in (finished, tmp_path))
+    assert rounded == pytest.approx(exact, rel=0.01) and rounded != exact
 
 
 def test_weights_to_start_from(finished, tiny, tmp_path):
@@ -213,12 +217,19 @@ def command(*overrides, **options):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_complete(tiny, tmp_path, number):
-    process = command(*tiny, "optim.total_steps=1000000", "logging.every_steps=1", f"hydra.run.dir={tmp_path / 'run'}")
+    process = command(
+        *tiny,
+        "optim.total_steps=1000000",
+        "logging.every_steps=1",
+        "data.num_workers=2",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        start_new_session=True,
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does, to the workers too
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -264,7 +275,7 @@ def faulty(tmp_path, corpus):
         "optim.base_lr=-1": ["optim.base_lr", "above 0"],
         "optim.base_lr=nan": ["optim.base_lr", "above 0"],
         "optim.name=adam": ["optim.name=adam", "adamwscale"],
-        "optim.rms_scale=1": ["optim.rms_scale", "True, False"],
+        "optim.rms_scale=0": ["optim.rms_scale", "True, False"],
         "optim.grad_acc=3": ["optim.batch_size=8", "optim.grad_acc=3"],
         "optim.warmup_steps=6": ["optim.warmup_steps", "optim.total_steps"],
         "eval.steps=0": ["eval.steps=0", "from 1 up"],
@@ -274,6 +285,14 @@ def faulty(tmp_path, corpus):
         "data.held_out=1e-9": ["data.held_out", "evaluation"],
         "data.num_workers=9": ["data.num_workers=9", "data.streams"],
         "data.path=null": ["data.path", "text"],
+        "data=docstrings": ["data.path", "data=text"],
+        "data=null": ["group", "must be"],
+        "~optim.grad_clip": ["optim.grad_clip is missing"],
+        "seed=???": ["seed"],
+        "seed=10000000000": ["seed=10000000000", "to 2147483647"],
+        "tag=42": ["tag=42", "in quotes"],
+        "optim.name=${oops}": ["oops"],
+        "eval_only=0": ["eval_only=0", "True, False"],
         f"data.path={tmp_path}/none.txt": ["none.txt", "no file"],
         f"data.path={tmp_path}/empty.txt": ["empty.txt", "no text"],
         f"data.path={tmp_path}/small.txt": ["data.vocab_size=512", "<="],
@@ -283,7 +302,7 @@ def faulty(tmp_path, corpus):
         f"data.cache={tmp_path}/file/cache": ["data.cache", "folder"],
         "device=gpu": ["device=gpu", "device=cpu"],
         "precision=fp16": ["precision=fp16", "bf16"],
-        "model.checkpoint_path=/nowhere": ["model.checkpoint_path=/nowhere", "checkpoint"],
+        "model.checkpoint_path=/nowhere": ["model.checkpoint_path", "model.random_init"],
         "model.random_init=false": ["model.checkpoint_path", "random_init"],
         "eval_only=true": ["model.checkpoint_path", "eval_only"],
         "checkpoint.resume=/nowhere": ["/nowhere", "checkpoint.resume"],
@@ -311,8 +330,8 @@ def test_mistakes_get_a_sentence_that_names_the_remedy(tiny, corpus, tmp_path, m
 
 def test_all_faults_are_reported_at_once():
     with pytest.raises(UserError) as error:
-        config.check(config.load(["optim.batch_size=0", "seed=x", "+new=1"])[0])
-    assert len(str(error.value).splitlines()) == 3
+        config.check(config.load(["optim.batch_size=0", "seed=x", "+new=1", "~eval"])[0])
+    assert len(str(error.value).splitlines()) == 3 + 3
 
 
 def test_mistakes_show_no_traceback_and_train_nothing(tmp_path):
@@ -339,7 +358,13 @@ def test_weights_of_another_shape_are_refused(finished, tiny, tmp_path):
 
 
 def test_divergence_stops_the_run(tiny, tmp_path):
-    options = ["optim.base_lr=1e30", "optim.warmup_steps=0", "logging.every_steps=50", "optim.total_steps=50"]
+    options = [
+        "optim.base_lr=3e38",
+        "optim.warmup_steps=0",
+        "optim.grad_clip=0",
+        "logging.every_steps=50",
+        "optim.total_steps=50",
+    ]
     with pytest.raises(log.Diverged, match=r"at step \d, .* optim.base_lr; last good checkpoint: none was saved yet"):
         main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "model").exists()
@@ -356,15 +381,11 @@ def test_divergence_is_traced_to_its_step_and_the_last_good_checkpoint(tiny, tmp
         return loss, grad_l2
 
     monkeypatch.setattr(main.Step, "__call__", step)
-    options = [
-        "optim.total_steps=20",
-        "checkpoint.every_steps=5",
-        "logging.every_steps=20",
-        "optim.lr_scheduler=constant",
-    ]
+    options = ["optim.total_steps=20", "checkpoint.every_steps=5", "logging.every_steps=20"]
     with pytest.raises(log.Diverged) as error:
         main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
-    assert "at step 7, learning rate 2.00e-02" in str(error.value)
+    rate = optim.cosine(6, 4e-2, OmegaConf.load(tmp_path / "config.yaml").optim)
+    assert f"at step 7, learning rate {rate:.2e}" in str(error.value)
     assert str(error.value).endswith(f"{tmp_path}/checkpoints/step-5")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 

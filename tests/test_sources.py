@@ -24,6 +24,11 @@ def test_a_broken_jsonl_line_is_named(tmp_path, line):
         list(sources.read_jsonl(path, lambda row: True))
 
 
+def test_lone_surrogates_of_json_become_question_marks(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    assert list(sources.read_jsonl(tmp_path / "a.jsonl", lambda row: True)) == [(0, "a?b")]
+
+
 def test_text_corpus_takes_globs_and_names_what_it_cannot_read(tmp_path):
     for name in ("b.txt", "a.txt", "c.csv"):
         (tmp_path / name).write_text("text")

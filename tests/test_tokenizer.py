@@ -45,6 +45,23 @@ def test_a_saved_folder_can_be_given(trained, documents, tmp_path):
         assert len(AutoTokenizer.from_pretrained(tmp_path / f"{name} again")) == 612
 
 
+def test_special_tokens_in_a_text_are_text(trained, tmp_path):
+    trained.save(tmp_path)
+    (tmp_path / "spiece.model").unlink()
+    loaded = tokenizer.load(str(tmp_path))
+    ids = loaded.encode(["one </s> two <extra_id_5> <pad>"])[0]
+    assert not set(ids) & {0, 1, *trained.sentinel_ids.tolist()}
+
+
+def test_long_lines_are_not_lost(documents, tmp_path):
+    """SentencePiece leaves out sentences of more than 4,192 bytes."""
+    long = [" ".join(documents).replace("\n", " ")]
+    assert len(long[0]) > 100_000
+    assert tokenizer.train(long, 512, tmp_path).size == 612
+    with pytest.raises(UserError, match="no text"):
+        tokenizer.train([" ", "\n"], 512, tmp_path)
+
+
 def test_a_tokenizer_without_sentinels_is_refused(trained, tmp_path):
     trained.save(tmp_path)
     plain = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer
@@ -52,6 +69,9 @@ def test_a_tokenizer_without_sentinels_is_refused(trained, tmp_path):
         tokenizer_object=type(plain).from_str(plain.to_str().replace("extra_id", "mask"))
     ).save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="has no pad, eos, <extra_id_0>"):
+        tokenizer.load(str(tmp_path / "plain"))
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="Transformers can load"):
         tokenizer.load(str(tmp_path / "plain"))
 
 
