@@ -106,7 +106,7 @@ def from_transformers(name: str) -> Tokenizer:
             f"give a T5 tokenizer, or a SentencePiece .model file, to which sentinels are added"
         )
     return Tokenizer(
-        encode=functools.partial(encode_with, tokenizer),
+        encode=functools.partial(encode_with, tokenizer, frozenset([*special.values(), *sentinels])),
         decode=tokenizer.decode,
         save=tokenizer.save_pretrained,
         pad_id=special["pad"],
@@ -118,9 +118,13 @@ def from_transformers(name: str) -> Tokenizer:
     )
 
 
-def encode_with(tokenizer, texts: list[str]) -> list[list[int]]:
-    """A function of the module, so that it can be sent to worker processes. "</s>" in a text is text, not an eos."""
-    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+def encode_with(tokenizer, special: frozenset[int], texts: list[str]) -> list[list[int]]:
+    """Encode with a Transformers tokenizer, leaving out special tokens that a text spells out, as "</s>" in a web page.
+
+    A function of the module, so that it can be sent to worker processes.
+    """
+    encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return [[id for id in ids if id not in special] for ids in encoded]
 
 
 def load(name: str) -> Tokenizer:
