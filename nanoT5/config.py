@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     "data.num_workers": whole(0),
     "data.cache": TEXT,
     "optim.name": choice(*optim.OPTIMIZERS),
-    "optim.rms_scale": or_null(SWITCH),
+    "optim.rms_scale": or_null(choice(True, False, "init")),
     "optim.base_lr": or_null(number("a number above 0", lambda v: 0 < v < float("inf"))),
     "optim.batch_size": whole(1),
     "optim.total_steps": whole(1),

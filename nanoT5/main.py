@@ -22,6 +22,7 @@ from pathlib import Path
 
 import hydra
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hydra.core.hydra_config import HydraConfig
@@ -209,6 +210,10 @@ class Step:
     def __call__(self, batch: Batch, lr: float, seed: int) -> tuple[Tensor, Tensor]:
         """(mean loss in nats per target token, L2 norm of the gradient before clipping), on the device."""
         torch.manual_seed(seed)  # of dropout: a step draws the same in a run that was resumed
+        if self.optimizer.curvature_is_due():
+            self.gradients(batch, sampled=True)
+            self.optimizer.update_curvature((batch["labels"] != model.IGNORED).sum().item())
+            self.optimizer.zero_grad()
         loss = self.gradients(batch)
         limit = self.cfg.grad_clip or float("inf")
         grad_l2 = self.accelerator.clip_grad_norm_(self.t5.parameters(), limit)
@@ -218,8 +223,11 @@ class Step:
         self.optimizer.zero_grad()
         return loss, grad_l2
 
-    def gradients(self, batch: Batch) -> Tensor:
-        """Accumulate the gradient of the batch's mean loss per target token; returns that loss."""
+    def gradients(self, batch: Batch, sampled: bool = False) -> Tensor:
+        """Accumulate the gradient of the batch's mean loss per target token; returns that loss.
+
+        sampled: of the loss against labels drawn from the model's own predictions at each target token.
+        """
         self.t5.train()
         targets = (batch["labels"] != model.IGNORED).sum()
         total = torch.zeros((), device=self.accelerator.device)
@@ -230,7 +238,9 @@ class Step:
             micro = {name: column.to(self.accelerator.device, non_blocking=True) for name, column in micro.items()}
             with self.accelerator.no_sync(self.t5) if i < micros[-1] else nullcontext():
                 with autocast(self.precision, self.accelerator.device):
-                    loss = self.t5(**micro).loss * share.item()
+                    output = self.t5(**micro)
+                    loss = sampled_loss(output.logits, micro["labels"]) if sampled else output.loss
+                    loss = loss * share.item()
                 self.accelerator.backward(loss)
             total += loss.detach()
         return total
@@ -242,6 +252,17 @@ class Step:
             self.gradients(batch).item()
             self.optimizer.zero_grad()
         return time.perf_counter() - started
+
+
+def sampled_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy against labels drawn from the logits, over the places where labels are not IGNORED.
+
+    Its gradient, squared, is Sophia's Gauss-Newton-Bartlett estimate: Liu et al. 2023, arXiv:2305.14342, algorithm 2.
+    """
+    logits = logits.float().flatten(0, 1)
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1).flatten()
+    drawn = drawn.masked_fill(labels.flatten() == model.IGNORED, model.IGNORED)
+    return F.cross_entropy(logits, drawn, ignore_index=model.IGNORED)
 
 
 @dataclass

@@ -19,12 +19,13 @@ class Optimizer(torch.optim.Optimizer):
     """Decay, RMS scaling and the update, for all tensors of a group at once and without waiting for the device.
 
     A subclass implements direction(); it is called with the parameters that have a gradient.
+    rms_scale: True, False, or "init" for the RMS that a tensor had before its first step, kept from then on.
     """
 
     default_lr: dict[bool, float]  # without and with RMS scaling
 
-    def __init__(self, params, lr: float | None, weight_decay: float, rms_scale: bool, **hyperparameters):
-        lr = self.default_lr[rms_scale] if lr is None else lr
+    def __init__(self, params, lr: float | None, weight_decay: float, rms_scale: bool | str, **hyperparameters):
+        lr = self.default_lr[bool(rms_scale)] if lr is None else lr
         shared = {"lr": lr, "weight_decay": weight_decay, "rms_scale": rms_scale, "steps": 0}
         super().__init__(params, shared | hyperparameters)
 
@@ -32,12 +33,27 @@ class Optimizer(torch.optim.Optimizer):
         """The directions of this step, as new tensors; updates the optimizer's state. All are float32 or wider."""
         raise NotImplementedError
 
+    def curvature_is_due(self) -> bool:
+        """Whether the training loop is to call update_curvature() before this step's true gradient: Sophia's need."""
+        return False
+
     def moment(self, params: list[Tensor], name: str) -> list[Tensor]:
         """The state called name of every parameter, zeros at first."""
         for p in params:
             if name not in self.state[p]:
                 self.state[p][name] = torch.zeros_like(p, dtype=wide(p))
         return [self.state[p][name] for p in params]
+
+    def scales(self, group: dict, params: list[Tensor]) -> list[Tensor]:
+        """The factor s of every parameter, as tensors without dimensions."""
+        if group["rms_scale"] == "init":
+            for p in params:
+                if "initial_rms" not in self.state[p]:
+                    (self.state[p]["initial_rms"],) = rms([p])
+            scales = [self.state[p]["initial_rms"] for p in params]
+        else:
+            scales = rms(params)
+        return [scale.clamp(min=SMALLEST_SCALE) for scale in scales]
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -48,10 +64,7 @@ class Optimizer(torch.optim.Optimizer):
             group["steps"] += 1
             step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
             if group["rms_scale"]:
-                scales = torch._foreach_norm(params)
-                torch._foreach_div_(scales, [math.sqrt(p.numel()) for p in params])
-                torch._foreach_clamp_min_(scales, SMALLEST_SCALE)
-                torch._foreach_mul_(step, scales)
+                torch._foreach_mul_(step, self.scales(group, params))
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, step, alpha=-group["lr"])
@@ -60,6 +73,11 @@ class Optimizer(torch.optim.Optimizer):
 def wide(p: Tensor) -> torch.dtype:
     """The precision of a parameter's moments and of its step: at least float32."""
     return torch.promote_types(p.dtype, torch.float32)
+
+
+def rms(tensors: list[Tensor]) -> list[Tensor]:
+    """Root mean square of each tensor, as tensors without dimensions."""
+    return list(torch._foreach_div(torch._foreach_norm(tensors), [math.sqrt(t.numel()) for t in tensors]))
 
 
 class AdamW(Optimizer):
@@ -88,7 +106,107 @@ class AdamW(Optimizer):
         return step
 
 
-OPTIMIZERS = {"adamw": AdamW, "adamwscale": functools.partial(AdamW, rms_scale=True)}
+class Lion(Optimizer):
+    """The sign of an interpolated momentum: Chen et al. 2023, arXiv:2302.06675, program 1."""
+
+    # With scaling, what T5 was run at; without, a tenth of AdamW's, as the paper advises
+    default_lr = {False: 2e-4, True: 7.5e-4}
+
+    def __init__(self, params, lr=None, betas=(0.9, 0.99), weight_decay=0.0, rms_scale=False):
+        super().__init__(params, lr, weight_decay, rms_scale, betas=betas)
+
+    def direction(self, group, params, grads):
+        beta1, beta2 = group["betas"]
+        means = self.moment(params, "exp_avg")
+        step = torch._foreach_lerp(means, grads, 1 - beta1)
+        torch._foreach_sign_(step)
+        torch._foreach_lerp_(means, grads, 1 - beta2)
+        return step
+
+
+class Sophia(Optimizer):
+    """Sophia-G, momentum over a clipped diagonal Gauss-Newton estimate: Liu et al. 2023, arXiv:2305.14342, algorithm 3.
+
+    Every curvature_every steps, the first included, the training loop calls update_curvature() with the gradient for
+    labels sampled from the model's own logits, then goes on with that for the true labels.
+    """
+
+    default_lr = {False: 1e-3, True: 1e-3}  # with scaling, what T5 was run at
+
+    def __init__(
+        self, params, lr=None, betas=(0.965, 0.99), rho=1e-2, curvature_every=10, weight_decay=0.0, rms_scale=False
+    ):
+        super().__init__(params, lr, weight_decay, rms_scale, betas=betas, rho=rho)
+        self.curvature_every = curvature_every
+
+    def curvature_is_due(self):
+        return self.param_groups[0]["steps"] % self.curvature_every == 0
+
+    @torch.no_grad()
+    def update_curvature(self, targets: int) -> None:
+        """Take in the gradients of the mean loss over this many sampled target tokens, B in the paper.
+
+        h holds B times the squared gradient, so that the estimate stays right when B varies.
+        """
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad.to(wide(p)) for p in params]
+            curvatures = self.moment(params, "curvature")
+            beta2 = group["betas"][1]
+            torch._foreach_mul_(curvatures, beta2)
+            torch._foreach_addcmul_(curvatures, grads, grads, (1 - beta2) * targets)
+
+    def direction(self, group, params, grads):
+        means = self.moment(params, "exp_avg")
+        torch._foreach_lerp_(means, grads, 1 - group["betas"][0])
+        step = torch._foreach_mul(self.moment(params, "curvature"), group["rho"])
+        torch._foreach_add_(step, 1e-15)
+        torch._foreach_reciprocal_(step)
+        torch._foreach_mul_(step, means)
+        torch._foreach_clamp_min_(step, -1.0)
+        torch._foreach_clamp_max_(step, 1.0)
+        return step
+
+
+class Adafactor(Optimizer):
+    """Factored second moments and clipped updates, as T5 was trained: Shazeer and Stern 2018, arXiv:1804.04235.
+
+    The decay of the second moment is 1 - t^-0.8; lr is external; rms_scale is the paper's own parameter scaling.
+    """
+
+    default_lr = {False: 2e-3, True: 2e-2}  # with scaling, what T5 was run at with a cosine
+
+    def __init__(self, params, lr=None, eps=1e-30, clip_threshold=1.0, weight_decay=0.0, rms_scale=True):
+        super().__init__(params, lr, weight_decay, rms_scale, eps=eps, clip_threshold=clip_threshold)
+
+    def direction(self, group, params, grads):
+        beta2 = 1 - group["steps"] ** -0.8
+        step = [self.whitened(p, g, g.square() + group["eps"], beta2) for p, g in zip(params, grads)]
+        excess = torch._foreach_div(rms(step), group["clip_threshold"])
+        torch._foreach_clamp_min_(excess, 1.0)
+        torch._foreach_div_(step, excess)
+        return step
+
+    def whitened(self, p: Tensor, grad: Tensor, square: Tensor, beta2: float) -> Tensor:
+        """grad over the root of its second moment, of which a matrix keeps only the row and column means."""
+        state = self.state[p]
+        if grad.dim() < 2:
+            state["square"] = square.lerp(state.get("square", square), beta2)
+            return grad * state["square"].rsqrt()
+        rows, columns = square.mean(dim=-1), square.mean(dim=-2)
+        state["rows"] = rows.lerp(state.get("rows", rows), beta2)
+        state["columns"] = columns.lerp(state.get("columns", columns), beta2)
+        row_scale = (state["rows"] / state["rows"].mean(dim=-1, keepdim=True)).rsqrt().unsqueeze(-1)
+        return grad * row_scale * state["columns"].rsqrt().unsqueeze(-2)
+
+
+OPTIMIZERS = {
+    "adamw": AdamW,
+    "adamwscale": functools.partial(AdamW, rms_scale=True),
+    "lion": Lion,
+    "sophia": Sophia,
+    "adafactor": Adafactor,
+}
 
 
 def build(cfg, model: nn.Module) -> Optimizer:

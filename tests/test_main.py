@@ -165,6 +165,31 @@ def test_gradients_of_micro_batches_with_uneven_padding(splits):
     assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(t5.parameters(), expected))
 
 
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_every_optimizer_trains_and_resumes_to_the_bit(tiny, tmp_path, name):
+    options = [f"optim.name={name}", "optim.rms_scale=init", "optim.total_steps=24", "checkpoint.every_steps=12"]
+    main.run([*tiny, *options, "optim.grad_acc=2", f"hydra.run.dir={tmp_path / 'whole'}"])
+    resume = f"checkpoint.resume={tmp_path}/whole/checkpoints/step-12"
+    main.run([*tiny, *options, "optim.grad_acc=2", resume, f"hydra.run.dir={tmp_path / 'resumed'}"])
+    assert equal(saved(tmp_path / "whole", 24), saved(tmp_path / "resumed", 24))
+    assert not equal(saved(tmp_path / "whole", 12), saved(tmp_path / "whole", 24))
+
+
+def test_sophias_labels_are_drawn_from_the_model():
+    """Where the model is certain they are its answer, whatever the true labels; padding counts for nothing."""
+    logits = torch.full((1, 3, 5), -50.0)
+    logits[0, 0, 1] = logits[0, 1, 4] = 50.0
+    logits.requires_grad_()
+    loss = main.sampled_loss(logits, torch.tensor([[2, 3, model.IGNORED]]))
+    loss.backward()
+    assert loss.item() < 1e-6 and logits.grad[0, 2].abs().max() == 0
+    torch.manual_seed(0)
+    even = torch.zeros(1, 20_000, 4, requires_grad=True)
+    main.sampled_loss(even, torch.zeros(1, 20_000, dtype=torch.long)).backward()
+    shares = 0.25 - even.grad[0].sum(0)  # the gradient is the mean of softmax minus one-hot
+    assert torch.allclose(shares, torch.full((4,), 0.25), atol=0.02)
+
+
 def test_transformers_model_trains_alike(finished, tiny, tmp_path):
     options = ["model.klass=hf_t5", "optim.total_steps=40", "eval.every_steps=15", f"hydra.run.dir={tmp_path}"]
     main.run([*tiny, *options])
@@ -275,7 +300,7 @@ def faulty(tmp_path, corpus):
         "optim.base_lr=-1": ["optim.base_lr", "above 0"],
         "optim.base_lr=nan": ["optim.base_lr", "above 0"],
         "optim.name=adam": ["optim.name=adam", "adamwscale"],
-        "optim.rms_scale=0": ["optim.rms_scale", "True, False"],
+        "optim.rms_scale=0": ["optim.rms_scale", "True, False, init"],
         "optim.grad_acc=3": ["optim.batch_size=8", "optim.grad_acc=3"],
         "optim.warmup_steps=6": ["optim.warmup_steps", "optim.total_steps"],
         "eval.steps=0": ["eval.steps=0", "from 1 up"],

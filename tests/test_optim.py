@@ -1,8 +1,11 @@
 import math
 from types import SimpleNamespace
 
+import lion_pytorch
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from nanoT5 import model, optim
@@ -44,22 +47,81 @@ def test_adamw_is_torchs():
     assert close(steps(a, ours), steps(b, theirs))
 
 
-@pytest.mark.parametrize("rms_scale", [False, True])
-def test_adamw_against_a_plain_loop(rms_scale):
-    """The equations of the docstrings, one number at a time; a large eps makes its place matter."""
+def test_lion_is_lion_pytorchs():
+    ours, theirs = start(), start()
+    a = optim.Lion(groups(ours), lr=1e-2, weight_decay=0.1)
+    b = lion_pytorch.Lion(groups(theirs), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    assert close(steps(a, ours), steps(b, theirs))
+
+
+@pytest.mark.parametrize("scale, weight_decay", [(True, 0.0), (False, 0.1)])
+def test_adafactor_is_transformers(scale, weight_decay):
+    """Theirs scales the decay by RMS(p) too, ours does not: so the two are compared one at a time."""
+    ours, theirs = start(), start()
+    a = optim.Adafactor(groups(ours), lr=1e-2, weight_decay=weight_decay, rms_scale=scale)
+    b = transformers.Adafactor(
+        groups(theirs), lr=1e-2, weight_decay=weight_decay, scale_parameter=scale, relative_step=False
+    )
+    assert close(steps(a, ours), steps(b, theirs))
+
+
+# The equations, a tensor at a time: (state, gradient, step number from 1) to the direction
+
+
+def plain_adamw(state, g, t):
+    state["m"] = 0.8 * state.get("m", 0) + 0.2 * g
+    state["v"] = 0.95 * state.get("v", 0) + 0.05 * g * g
+    return math.sqrt(1 - 0.95**t) / (1 - 0.8**t) * state["m"] / (state["v"] ** 0.5 + 0.1)
+
+
+def plain_lion(state, g, t):
+    update = np.sign(0.8 * state.get("m", 0) + 0.2 * g)
+    state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
+    return update
+
+
+def plain_sophia(state, g, t):
+    if t % 10 == 1:
+        state["h"] = 0.95 * state.get("h", 0) + 0.05 * (0.5 * g) ** 2
+    state["m"] = 0.8 * state.get("m", 0) + 0.2 * g
+    return np.sign(state["m"]) * np.minimum(np.abs(state["m"]) / (0.04 * 12 * state["h"] + 1e-15), 1)
+
+
+PLAIN = {
+    "adamw": (optim.AdamW, {"betas": (0.8, 0.95), "eps": 0.1}, plain_adamw),  # so large an eps shows its place
+    "lion": (optim.Lion, {"betas": (0.8, 0.95)}, plain_lion),
+    "sophia": (optim.Sophia, {"betas": (0.8, 0.95), "rho": 0.04}, plain_sophia),
+}
+
+
+@pytest.mark.parametrize("rms_scale", [False, True, "init"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_against_a_plain_loop(name, rms_scale):
+    klass, hyperparameters, direction = PLAIN[name]
     ours = start()
-    steps(optim.AdamW(ours, lr=1e-2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.2, rms_scale=rms_scale), ours)
-    plain = [p.detach().numpy() for p in start()]
-    mean, square = [0 * p for p in plain], [0 * p for p in plain]
+    optimizer = klass(ours, lr=1e-2, weight_decay=0.2, rms_scale=rms_scale, **hyperparameters)
+    plain, states = [p.detach().numpy() for p in start()], [{} for _ in SHAPES]
+    scales = [np.sqrt((p * p).mean()) for p in plain]
     for t in range(1, STEPS + 1):
+        if name == "sophia" and t % optimizer.curvature_every == 1:
+            for i, p in enumerate(ours):
+                p.grad = 0.5 * gradient(t - 1, i)
+            optimizer.update_curvature(targets=12)
+        steps(optimizer, ours, first=t - 1, count=1)
         for i, p in enumerate(plain):
-            g = gradient(t - 1, i).numpy()
-            mean[i] = 0.8 * mean[i] + 0.2 * g
-            square[i] = 0.95 * square[i] + 0.05 * g * g
-            scale = max(1e-3, math.sqrt((p * p).mean())) if rms_scale else 1
-            direction = math.sqrt(1 - 0.95**t) / (1 - 0.8**t) * mean[i] / (square[i] ** 0.5 + 0.1)
-            plain[i] = (1 - 1e-2 * 0.2) * p - 1e-2 * scale * direction
+            scale = {False: 1, True: max(1e-3, np.sqrt((p * p).mean())), "init": scales[i]}[rms_scale]
+            plain[i] = (1 - 1e-2 * 0.2) * p - 1e-2 * scale * direction(states[i], gradient(t - 1, i).numpy(), t)
     assert close(ours, map(torch.from_numpy, plain))
+
+
+def test_sophia_clips_each_coordinate():
+    p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = optim.Sophia([p], betas=(0.0, 0.0), rho=1.0)
+    p.grad = torch.tensor([1.0, 1.0, 2.0, 0.0], dtype=torch.float64)
+    optimizer.update_curvature(targets=1)
+    p.grad = torch.tensor([0.5, 1.5, -2.0, 1e-20], dtype=torch.float64)
+    optimizer.step()
+    assert torch.allclose(p, -1e-3 * torch.tensor([0.5, 1.0, -0.5, 1e-5], dtype=torch.float64))
 
 
 def test_a_tensor_of_zeros_moves_by_a_thousandth():
@@ -69,35 +131,43 @@ def test_a_tensor_of_zeros_moves_by_a_thousandth():
     assert torch.allclose(p, torch.tensor([-1e-4, 1e-4, -1e-4], dtype=torch.float64))
 
 
-def test_parameters_without_gradient_stay():
+EVERY = [optim.AdamW, optim.Lion, optim.Sophia, optim.Adafactor]
+
+
+@pytest.mark.parametrize("klass", EVERY)
+def test_parameters_without_gradient_stay(klass):
     params = start()
     before = params[1].detach().clone()
-    optimizer = optim.AdamW(params, weight_decay=0.1)
+    optimizer = klass(params, weight_decay=0.1)
     params[0].grad = gradient(0, 0)
     optimizer.step()
     assert (params[1] == before).all() and params[1] not in optimizer.state
 
 
-def test_state_dict_round_trip():
+@pytest.mark.parametrize("rms_scale", [False, True, "init"])
+@pytest.mark.parametrize("klass", EVERY)
+def test_state_dict_round_trip(klass, rms_scale):
     straight, first, second = start(), start(), start()
-    steps(optim.AdamW(straight, rms_scale=True), straight, 0, 20)
-    optimizer = optim.AdamW(first, rms_scale=True)
+    steps(klass(straight, rms_scale=rms_scale), straight, 0, 20)
+    optimizer = klass(first, rms_scale=rms_scale)
     halfway = steps(optimizer, first, 0, 10)
     for p, value in zip(second, halfway):
         p.data.copy_(value)
-    resumed = optim.AdamW(second, rms_scale=True)
+    resumed = klass(second, rms_scale=rms_scale)
     resumed.load_state_dict(optimizer.state_dict())
     steps(resumed, second, 10, 10)
     assert all((a == b).all() for a, b in zip(straight, second))
 
 
-def test_state_is_float32_for_bf16_weights():
+@pytest.mark.parametrize("klass", EVERY)
+def test_state_is_float32_for_bf16_weights(klass):
     params = start(torch.bfloat16)
-    optimizer = optim.AdamW(params)
+    optimizer = klass(params)
     for i, p in enumerate(params):
         p.grad = gradient(0, i).bfloat16()
     optimizer.step()
     assert {s.dtype for p in params for s in optimizer.state[p].values()} == {torch.float32}
+    assert all(p.dtype == torch.bfloat16 and not p.isnan().any() for p in params)
 
 
 def config(**changes):
@@ -126,6 +196,10 @@ def test_every_parameter_is_in_one_group():
         ({"name": "adamw", "rms_scale": True, "base_lr": 1e-2}, 1e-2, True),
         ({"name": "adamw", "rms_scale": True}, 4e-2, True),
         ({"rms_scale": False}, 2e-3, False),
+        ({"name": "lion"}, 2e-4, False),
+        ({"name": "lion", "rms_scale": "init"}, 7.5e-4, "init"),
+        ({"name": "sophia", "rms_scale": True}, 1e-3, True),
+        ({"name": "adafactor"}, 2e-2, True),
     ],
 )
 def test_defaults_follow_the_optimizer(changes, lr, rms_scale):
