@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -422,6 +424,14 @@ def test_every_shipped_config_is_checked():
             config.check(config.load(options)[0])
     keys = config.flat(config.load(["data=text"])[0]).keys()
     assert keys == config.RULES.keys()
+
+
+def test_every_command_of_the_readme_is_accepted():
+    commands = re.findall(r"^    .*python -m nanoT5\.main(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 8
+    for words in (shlex.split(command, comments=True) for command in commands):
+        overrides = [word.split(",")[0] for word in words if word != "-m"]  # the first of a multirun's values
+        config.check(config.load(overrides)[0])
 
 
 def test_every_key_has_a_comment():
