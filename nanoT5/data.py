@@ -256,9 +256,8 @@ class Parts(IterableDataset):
                 return
             index = np.array(samples, dtype=np.int64)
             # a worker may have no part in a batch that is smaller than the number of streams
-            rows = np.array([chunk for _, chunk in taken], dtype=np.int32).reshape(
-                len(taken), self.streams[0].raw_length
-            )
+            rows = np.array([chunk for _, chunk in taken], dtype=np.int32)
+            rows = rows.reshape(len(taken), self.streams[0].raw_length)
             yield index, *self.corruption(rows, index), places
 
 

@@ -34,7 +34,7 @@ class Progress:
 
 
 class Diverged(Exception):
-    """The loss or the gradient is no longer a number."""
+    """The loss, the gradient or the weights are no longer finite numbers."""
 
 
 @dataclass
@@ -44,9 +44,8 @@ class Log:
     folder: Path
     total_steps: int
     progress: Progress
-    pending: list[tuple[float, Tensor]] = field(
-        default_factory=list
-    )  # (lr, (loss, gradient norm)) since the last event
+    # of each step since the last event: learning rate, and loss and gradient norm on the device
+    pending: list[tuple[float, Tensor]] = field(default_factory=list)
     last_evaluation: dict = field(default_factory=dict)
     last_checkpoint: Path | None = None
 
@@ -58,7 +57,7 @@ class Log:
         try:
             (self.folder / "metrics.jsonl").touch(exist_ok=False)
         except FileExistsError:
-            raise UserError(f"hydra.run.dir={self.folder} already holds a run: name another folder") from None
+            raise taken(self.folder) from None
 
     def add(self, lr: float, loss: Tensor, grad_l2: Tensor) -> None:
         self.pending.append((lr, torch.stack([loss, grad_l2])))
@@ -115,6 +114,11 @@ class Log:
     def say(self, text: str) -> None:
         tqdm.write(f"step {self.progress.step:,}/{self.total_steps:,} | {text}")
         sys.stdout.flush()
+
+
+def taken(folder: Path) -> UserError:
+    """Found when a run begins, before it writes anything, or at its first event where two began in the same second."""
+    return UserError(f"hydra.run.dir={folder} already holds a run: name another folder")
 
 
 def duration(seconds: float) -> str:

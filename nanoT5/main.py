@@ -109,7 +109,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
 
 def make_run_folder(folder: Path, cfg: DictConfig) -> None:
     if (folder / "metrics.jsonl").exists():
-        raise UserError(f"hydra.run.dir={folder} already holds a run: name another folder")
+        raise log.taken(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
@@ -327,9 +327,8 @@ def main() -> None:
     """The command line. Errors of the user's end in one sentence, bugs in a traceback."""
     arguments = sys.argv[1:]
     try:
-        if any(
-            argument.startswith("-") for argument in arguments
-        ):  # --multirun, --help, --cfg job: Hydra's own ways in
+        # --multirun, --help, --cfg job: Hydra's own ways in
+        if any(argument.startswith("-") for argument in arguments):
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let it raise here
             hydra.main(version_base="1.3", config_path=str(config.FOLDER), config_name="config")(multirun_job)()
         elif run(arguments)["interrupted"]:

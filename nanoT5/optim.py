@@ -53,7 +53,7 @@ class Optimizer(torch.optim.Optimizer):
             scales = [self.state[p]["initial_rms"] for p in params]
         else:
             scales = rms(params)
-        return [scale.clamp(min=SMALLEST_SCALE) for scale in scales]
+        return list(torch._foreach_clamp_min(scales, SMALLEST_SCALE))
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
