@@ -31,7 +31,8 @@ def load_weights(t5: nn.Module, key: str, path: Path) -> None:
         there, here = (list(w[name].shape) if name in w else "absent" for w in (loaded, expected))
         if there != here and "embed_tokens" not in name:
             raise UserError(
-                f"{key}={path} does not fit the model: {name} is {there} there, {here} here (see data.tokenizer)"
+                f"{key}={path} does not fit the model: {name} is {there} there, {here} here "
+                "(see data.tokenizer, model.init)"
             )
     t5.load_state_dict(loaded, strict=False)
 
@@ -80,5 +81,9 @@ def export(folder: Path, t5: nn.Module, shape, tokenizer) -> None:
     shape.tie_word_embeddings = False  # Transformers 5 sets it to True whatever one asks for
     shape.save_pretrained(folder)
     GenerationConfig.from_model_config(shape).save_pretrained(folder)
-    safetensors.torch.save_file(weights(t5), folder / "model.safetensors", {"format": "pt"})
+    tensors = weights(t5)
+    if "shared.norm.weight" in tensors:  # Transformers has no such norm, but one that only sees an embedding is a table
+        del tensors["shared.norm.weight"]
+        tensors["shared.weight"] = t5.shared.norm(tensors["shared.weight"])
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save(folder)

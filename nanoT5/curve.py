@@ -1,9 +1,28 @@
-"""Reading the logs of runs, and drawing their curves."""
+"""What the curve of a run shows: reading its log, finding plateau and escape, drawing.
 
+A loss curve is looked at against the logarithm of the step; its speed is the nats that doubling the steps takes off it.
+Ordinary training loses ever less that way. A hump is where it does not: the speed falls to a low, the plateau, and then
+rises, the escape. In detail, with both loss and speed taken from a straight line fitted over 3/4 of a doubling:
+
+  escape   the speed has risen halfway from a low to the peak after it, which is at least twice the low and 0.3 nats per
+           doubling above it. Of several the last one counts. A low above a ceiling, a loss that the run has yet to
+           get below, is not looked at
+  plateau  the stretch before it in which the speed is below that halfway mark; its level is the mean loss of the last
+           3/4 of a doubling
+  stuck    without an escape: the speed is below 0.1 at the end of the run; the plateau is the stretch for which it was
+  final    the mean loss of the last twentieth of the steps
+"""
+
+import functools
 import itertools
 import json
+import math
 from pathlib import Path
 
+import numpy as np
+
+POINTS, WINDOW = 32, 24  # points a doubling, points that a line is fitted to
+RISE, STUCK = 0.3, 0.1  # nats a doubling
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's, told apart by everyone
 
 
@@ -12,46 +31,128 @@ def read(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def series(events: list[dict], key: str) -> tuple[list[int], list]:
+    """(steps, values) of the events that have this key."""
+    chosen = [event for event in events if key in event]
+    return [event["step"] for event in chosen], [event[key] for event in chosen]
+
+
+def shapes(events: list[dict]) -> dict[str, dict]:
+    """describe() of a run's training loss and of its held-out loss, under the unigram entropy of its targets."""
+    ceiling = series(events, "data/unigram_entropy")[1][0]
+    return {
+        name: describe(*series(events, key), ceiling)
+        for name, key in (("training", "train/loss"), ("held_out", "eval/loss"))
+    }
+
+
+def describe(steps: list[int], losses: list[float], ceiling: float = math.inf) -> dict[str, float | int | None]:
+    """Plateau level and start, step of escape, final level of one curve, training or held out; None where absent.
+
+    ceiling: loss above which a low of the speed does not count, such as the unigram entropy of the targets.
+    """
+    last = [loss for step, loss in zip(steps, losses) if step > 0.95 * steps[-1]]
+    shape = {"plateau": None, "plateau_start": None, "escape": None, "final": sum(last) / len(last)}
+    at, level, speed = speeds(steps, losses)
+    following = np.append(speed[1:], -math.inf)
+    peaks = np.flatnonzero((speed[1:] > speed[:-1]) & (speed[1:] >= following[1:])) + 1
+    low_enough = np.flatnonzero(level <= ceiling)
+    for peak in reversed(peaks):
+        before = low_enough[low_enough < peak]
+        if not len(before):
+            continue
+        low = before[speed[before].argmin()]
+        if speed[peak] < max(2 * speed[low], speed[low] + RISE):
+            continue
+        halfway = (speed[low] + speed[peak]) / 2
+        fast = np.flatnonzero(speed >= halfway)
+        end = fast[fast > low][0]
+        start = fast[fast < low].max(initial=-1) + 1
+        shape["escape"] = round(at[end].item())
+        end = max(end - WINDOW // 2, 0)  # the window that ends there
+        break
+    else:
+        if not len(speed) or speed[-1] >= STUCK:
+            return shape
+        start, end = np.flatnonzero(speed >= STUCK).max(initial=-1) + 1, -1
+    return shape | {"plateau": level[end].item(), "plateau_start": round(at[start].item())}
+
+
+def speeds(steps: list[int], losses: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(steps, loss, nats lost a doubling there) of lines fitted to windows; all empty for less than a window."""
+    doublings = np.log2(steps)
+    grid = np.arange(doublings[0], doublings[-1] + 1e-9, 1 / POINTS)
+    values = np.interp(grid, doublings, losses)
+    if len(values) <= WINDOW:
+        return (np.empty(0),) * 3
+    windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW + 1)
+    offset = np.arange(-WINDOW // 2, WINDOW // 2 + 1) / POINTS
+    return 2 ** grid[WINDOW // 2 : -(WINDOW // 2)], windows.mean(axis=1), -(windows @ offset) / (offset @ offset)
+
+
 def draw(folders: list[Path], path: Path) -> None:
-    """Training and held-out loss of runs, against steps and against tokens, with logarithmic axes."""
+    """Loss and cross-attention's alignment of runs, against steps and against tokens.
+
+    Of the training loss the plateau's level is marked by a dotted line, the escape by a dashed one.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    axes = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(3, 1))
+    for folder, label, color in zip(folders, differences(folders), itertools.cycle(COLORS)):
+        events = read(folder)
+        shape = shapes(events)["training"]
+        tokens = {e["step"]: e["train/input_tokens"] + e["train/target_tokens"] for e in events if "train/loss" in e}
+        for (losses, alignments), scale in zip(axes.T, (list(tokens), list(tokens.values()))):
+            place = functools.partial(np.interp, xp=list(tokens), fp=scale)
+            for key, kind, style in (
+                ("train/loss", "training", {"alpha": 0.6}),
+                ("eval/loss", "held out", {"marker": "o", "markersize": 3}),
+            ):
+                steps, values = series(events, key)
+                losses.plot(place(steps), values, color=color, linewidth=1, label=f"{label}, {kind}", **style)
+            if shape["plateau"]:
+                end = shape["escape"] or max(tokens)
+                losses.hlines(shape["plateau"], place(shape["plateau_start"]), place(end), color, "dotted")
+            for axis in (losses, alignments) if shape["escape"] else ():
+                axis.axvline(place(shape["escape"]), color=color, linestyle="dashed", linewidth=1)
+            steps, values = series(events, "eval/alignment")
+            heads = np.array(values).reshape(len(steps), -1)
+            alignments.plot(place(steps), heads, color=color, linewidth=1)
+            chance = series(events, "eval/alignment_chance")[1][0]
+            alignments.axhline(chance, color="gray", linestyle="dotted", linewidth=1)
+    for axis, label in zip(axes[1], ("steps", "input and target tokens")):
+        axis.set_xlabel(label)
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    for axis in axes[0]:
+        loss_axes(axis)
+    axes[0, 0].set_ylabel("loss, nats per target token")
+    axes[1, 0].set_ylabel("attention near own\nsentinel, each head")
+    axes[0, 0].legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def differences(folders: list[Path]) -> list[str]:
+    """A label for each run: its folder's name, and what only some of the runs' configurations say."""
+    configs = [set((folder / "config.yaml").read_text().splitlines()) for folder in folders]
+    common = set.intersection(*configs)
+    return [
+        " ".join([folder.name, *map(str.strip, sorted(config - common))]) for folder, config in zip(folders, configs)
+    ]
+
+
+def loss_axes(axis) -> None:
+    """Logarithmic axes with plain numbers, without the first steps' height."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for folder, color in zip(folders, itertools.cycle(COLORS)):
-        events = read(folder)
-        training = [event for event in events if "train/loss" in event]
-        tokens = {event["step"]: event["train/input_tokens"] + event["train/target_tokens"] for event in training}
-        evaluations = [event for event in events if "eval/loss" in event]
-        for axis, x in zip(axes, (lambda step: step, tokens.get)):
-            axis.plot(
-                [x(event["step"]) for event in training],
-                [event["train/loss"] for event in training],
-                color=color,
-                alpha=0.6,
-                linewidth=1,
-                label=f"{folder.name}, training",
-            )
-            axis.plot(
-                [x(event["step"]) for event in evaluations],
-                [event["eval/loss"] for event in evaluations],
-                color=color,
-                marker="o",
-                markersize=3,
-                label=f"{folder.name}, held out",
-            )
-    for axis, label in zip(axes, ("steps", "input and target tokens")):
-        axis.set(xscale="log", yscale="log", xlabel=label)
-        for ticks, subs in ((axis.xaxis, (1, 2, 5)), (axis.yaxis, (1, 1.5, 2, 3, 3.5, 4, 4.5, 5, 6, 8))):
-            ticks.set_major_locator(LogLocator(subs=subs))
-            ticks.set_major_formatter(EngFormatter(sep=""))
-            ticks.set_minor_formatter(NullFormatter())
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("loss, nats per target token")
-    low, high = axes[0].get_ylim()
+    axis.set(xscale="log", yscale="log")
+    for ticks, subs in ((axis.xaxis, (1, 2, 5)), (axis.yaxis, (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 8))):
+        ticks.set_major_locator(LogLocator(subs=subs))
+        ticks.set_major_formatter(EngFormatter(sep=""))
+        ticks.set_minor_formatter(NullFormatter())
+    axis.grid(alpha=0.3)
+    low, high = axis.get_ylim()
     if low < 6:
-        axes[0].set_ylim(top=min(7, high))  # the first steps would squeeze the rest
-    axes[0].legend()
-    FigureCanvasAgg(figure).print_png(path)
+        axis.set_ylim(top=min(7, high))

@@ -312,6 +312,7 @@ class Data:
     target_length: int
     batches: Callable[..., Iterator[tuple[dict[str, torch.Tensor], dict]]]  # training_batches from a state
     evaluation: list[dict[str, torch.Tensor]]  # the held-out batches
+    unigram_entropy: float  # of the targets, in nats
 
 
 def build(cfg) -> Data:
@@ -343,22 +344,38 @@ def build(cfg) -> Data:
         | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block")}
         | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())},
     )
-    evaluation = evaluation_batches(
-        chunker(cfg.eval.batch_size, FIXED_SEED, evaluation=True), cfg.eval.steps, corruption
-    )
-    return Data(corpus, tokenizer, raw_length, target_length, batches, evaluation)
-
-
-def evaluation_batches(chunker: Chunker, steps: int, corruption: Callable) -> list[dict[str, torch.Tensor]]:
-    """The first chunks of the held-out text, always in the same order and corrupted alike, whatever the run's seed."""
-    batches = []
-    for _, chunks in itertools.islice(chunker.epoch(Place()), steps):
-        index = np.arange(len(chunks)) + sum(len(batch["labels"]) for batch in batches)
-        input_ids, labels = corruption(chunks, index, seed=FIXED_SEED)
-        batches.append({"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)})
-    if not batches:
+    held_out = chunker(cfg.eval.batch_size, FIXED_SEED, evaluation=True)
+    evaluation = list(itertools.islice(batches_in_order(held_out, corruption), cfg.eval.steps))
+    if not evaluation:
         raise UserError(
-            f"data.held_out={chunker.documents.held_out} leaves fewer than {chunker.raw_length} tokens of this corpus "
+            f"data.held_out={data.held_out} leaves fewer than {raw_length} tokens of this corpus "
             f"for evaluation: raise it, or give more documents (in a .txt file, blank lines separate them)"
         )
-    return batches
+    entropy = unigram_entropy(batches_in_order(chunker(1024, FIXED_SEED), corruption))
+    return Data(corpus, tokenizer, raw_length, target_length, batches, evaluation, entropy)
+
+
+def batches_in_order(chunker: Chunker, corruption: Callable) -> Iterator[dict[str, torch.Tensor]]:
+    """The text once, block by block in its own order and always corrupted alike, whatever the run's seed."""
+    samples = 0
+    for _, chunks in chunker.epoch(Place()):
+        index = np.arange(samples, samples + len(chunks))
+        input_ids, labels = corruption(chunks, index, seed=FIXED_SEED)
+        yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        samples += len(chunks)
+
+
+def unigram_entropy(batches: Iterator[dict[str, torch.Tensor]], sample: int = 2**18) -> float:
+    """Entropy in nats of the distribution of single target tokens: the loss of a model that knows nothing but that.
+
+    From the first `sample` targets or so, with Miller's (1955) correction for tokens not seen in them.
+    """
+    labels = torch.empty(0, dtype=torch.int64)
+    for batch in batches:
+        labels = torch.cat([labels, batch["labels"].flatten()])
+        if len(labels) >= sample:
+            break
+    counts = labels.bincount().double()
+    counts = counts[counts > 0]
+    share = counts / counts.sum()
+    return (-(share * share.log()).sum() + (len(counts) - 1) / (2 * counts.sum())).item()

@@ -101,7 +101,11 @@ class Log:
     def evaluation(self, event: dict) -> None:
         self.last_evaluation = event
         self.write(event)
-        self.say(f"held-out loss {event['eval/loss']:.3f}, accuracy {event['eval/accuracy']:.3f}")
+        best = max(map(max, event["eval/alignment"]))
+        self.say(
+            f"held-out loss {event['eval/loss']:.3f}, accuracy {event['eval/accuracy']:.3f}, "
+            f"best head's alignment {best:.2f} (chance {event['eval/alignment_chance']:.2f})"
+        )
         self.since = time.perf_counter()  # tokens/s is that of training
 
     def close(self) -> None:

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import hydra
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -31,8 +32,10 @@ from torch import Tensor, nn
 from transformers import T5Config
 
 from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim
+from nanoT5.alignment import Alignment
 
 Batch = dict[str, Tensor]
+DIVERGED = 3  # exit status, for whoever runs many: 0 is a finished run, 1 a mistake, 130 an interrupted run
 
 
 def train(cfg: DictConfig, folder: Path) -> dict:
@@ -46,7 +49,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     text = data.build(cfg)
     shape = model_shape(cfg, text.tokenizer)
     t5 = build_model(cfg, shape, accelerator)
-    evaluator = Evaluator(t5, text.evaluation, precision, accelerator.device)
+    evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator.device)
     if cfg.eval_only:
         return log.write_summary(folder, evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False})
 
@@ -67,6 +70,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     log.print_header(header(cfg, folder, accelerator, precision, text, t5, progress, step_seconds))
     events = log.Log(folder, cfg.optim.total_steps, progress, last_checkpoint=cfg.checkpoint.resume)
 
+    events.write({"data/unigram_entropy": text.unigram_entropy})
     last = False
     with stop_on_signal() as stop:
         while not last:
@@ -90,6 +94,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     checkpoint.export(folder / "model", t5, shape, text.tokenizer)
     curve.draw([folder], folder / "curve.png")
     facts = {
+        "curve": curve.shapes(curve.read(folder)),
         "interrupted": progress.step < cfg.optim.total_steps,
         "seconds": round(time.perf_counter() - started, 1),
         "parameters": sum(p.numel() for p in t5.parameters()),
@@ -156,14 +161,20 @@ def model_shape(cfg: DictConfig, tokenizer: data.Tokenizer) -> T5Config:
 
 def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> nn.Module:
     """The model with its first weights, on its device."""
-    t5 = model.CLASSES[cfg.model.klass](shape)
-    if cfg.model.checkpoint_path:
-        checkpoint.load_weights(t5, "model.checkpoint_path", Path(cfg.model.checkpoint_path))
+    m = cfg.model
+    t5 = model.CLASSES[m.klass](shape)
+    if m.init == "small_embedding":
+        model.add_embedding_norm(t5, shape)
+    if m.checkpoint_path:
+        checkpoint.load_weights(t5, "model.checkpoint_path", Path(m.checkpoint_path))
     else:
-        model.initialize(t5, shape, cfg.seed)
+        distributions = model.initial_distributions(shape, m.init, m.init_std, m.init_distribution)
+        model.initialize(t5, distributions, cfg.seed)
+    if m.blind_encoder:
+        model.blind(t5)
     # Compiling took 80 s for nano on two CPU cores and won nothing there; on a GPU a long run repays it
     pays = accelerator.device.type == "cuda" and cfg.optim.total_steps >= 1000
-    if pays if cfg.model.compile == "auto" else cfg.model.compile:
+    if pays if m.compile == "auto" else m.compile:
         t5.compile()
     return accelerator.prepare_model(t5)
 
@@ -184,6 +195,7 @@ def header(
         "corpus": text.corpus.headline,
         "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
         "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",
+        "unigrams": f"{text.unigram_entropy:.2f} nats a target: the loss of knowing only how common each token is",
         "step": f"{cfg.optim.batch_size} sequences, micro batch {micro}, {cfg.optim.batch_size * tokens:,} tokens",
         "duration": f"about {log.duration(step_seconds * steps)} for {steps:,} steps",
     }
@@ -267,31 +279,35 @@ def sampled_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass
 class Evaluator:
-    """Negative log-likelihood in nats per target token and accuracy over the held-out batches."""
+    """Loss in nats per target token, accuracy and cross-attention's alignment on the held-out batches."""
 
     t5: nn.Module
     batches: list[Batch]
+    sentinel_ids: np.ndarray
     precision: str
     device: torch.device
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float]:
+    @torch.compiler.set_stance("force_eager")  # compiled code would not call the hooks that watch attention
+    def __call__(self) -> dict:
         self.t5.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct targets, targets
-        for batch in self.batches:
-            batch = {name: column.to(self.device, non_blocking=True) for name, column in batch.items()}
-            with autocast(self.precision, self.device):
-                output = self.t5(**batch)
-            labels = batch["labels"]
-            valid = labels != model.IGNORED
-            correct = (output.logits.argmax(-1) == labels) & valid
-            sums += torch.stack([output.loss * valid.sum(), correct.sum(), valid.sum()])
+        with Alignment(self.t5, torch.as_tensor(self.sentinel_ids, device=self.device)) as alignment:
+            for batch in self.batches:
+                batch = {name: column.to(self.device, non_blocking=True) for name, column in batch.items()}
+                with autocast(self.precision, self.device):
+                    output = self.t5(**batch)
+                labels = batch["labels"]
+                valid = labels != model.IGNORED
+                correct = (output.logits.argmax(-1) == labels) & valid
+                sums += torch.stack([output.loss * valid.sum(), correct.sum(), valid.sum()])
+                alignment.add(**batch)
         loss, correct, targets = sums.tolist()
-        return {"eval/loss": loss / targets, "eval/accuracy": correct / targets}
+        return {"eval/loss": loss / targets, "eval/accuracy": correct / targets} | alignment.result()
 
     def rehearse(self) -> None:
         """Evaluate one batch, so that evaluation cannot fail after a day of training."""
-        Evaluator(self.t5, self.batches[:1], self.precision, self.device)()
+        replace(self, batches=self.batches[:1])()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,8 +349,11 @@ def main() -> None:
             hydra.main(version_base="1.3", config_path=str(config.FOLDER), config_name="config")(multirun_job)()
         elif run(arguments)["interrupted"]:
             sys.exit(130)
-    except (UserError, log.Diverged) as error:
+    except UserError as error:
         sys.exit(f"nanoT5: {error}")
+    except log.Diverged as error:
+        print(f"nanoT5: {error}", file=sys.stderr)
+        sys.exit(DIVERGED)
     except config.COMPLAINTS as error:  # about a multirun
         sys.exit(f"nanoT5: {config.explain(error)}")
     except KeyboardInterrupt:

@@ -235,10 +235,17 @@ def t5_config(vocab_size: int, pad_id: int, eos_id: int, **shape) -> T5Config:
     )
 
 
-def initial_std(config: T5Config) -> dict[str, float]:
-    """Standard deviation of every class of weight, by module name: the mixed initialization of Transformers' T5."""
+def initial_distributions(
+    config: T5Config, init: str, init_std: float, init_distribution: str
+) -> dict[str, tuple[str, float]]:
+    """Distribution ("normal" or "uniform") and standard deviation of every class of weight, by module name.
+
+    init: "hf", the mixed initialization of Transformers' T5; "t5", that of T5's own code, whose head is smaller;
+    "uniform", the same init_distribution of init_std for all; "small_embedding", T5's with embeddings of at most 1e-4,
+    which is RWKV's SmallInitEmb and goes with add_embedding_norm.
+    """
     d_model, inner = config.d_model, config.num_heads * config.d_kv
-    return {
+    mixed = {
         "shared": 1.0,
         "lm_head": 1.0,
         "q": (d_model * config.d_kv) ** -0.5,  # stands in for the division by sqrt(d_kv) that T5's attention omits
@@ -250,18 +257,54 @@ def initial_std(config: T5Config) -> dict[str, float]:
         "wi_1": d_model**-0.5,
         "wo": config.d_ff**-0.5,
     }
+    hf = {kind: ("normal", std) for kind, std in mixed.items()}
+    t5 = hf | {"lm_head": ("normal", d_model**-0.5)}
+    uniform = dict.fromkeys(mixed, (init_distribution, init_std))
+    small_embedding = t5 | {"shared": ("uniform", 1e-4 / math.sqrt(3))}
+    return {"hf": hf, "t5": t5, "uniform": uniform, "small_embedding": small_embedding}[init]
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: T5Config, seed: int) -> None:
-    """Draw every parameter anew from its class's normal distribution; norms become 1. A function of the seed alone."""
-    std = initial_std(config)
+def initialize(model: nn.Module, distributions: dict[str, tuple[str, float]], seed: int) -> None:
+    """Draw every parameter anew, each class from its own distribution; norms become 1. A function of the seed alone."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device gets the same weights
     for name, parameter in model.named_parameters():
         kind = name.split(".")[-2]
-        if kind.endswith("layer_norm"):
+        if kind.endswith("norm"):
             parameter.fill_(1.0)
-        elif kind in std:
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std[kind], generator=generator))
+        elif kind in distributions:
+            distribution, std = distributions[kind]
+            drawn = torch.empty(parameter.shape)
+            if distribution == "normal":
+                drawn.normal_(0.0, std, generator=generator)
+            else:
+                half_width = math.sqrt(3) * std
+                drawn.uniform_(-half_width, half_width, generator=generator)
+            parameter.copy_(drawn)
         else:
-            raise LookupError(f"no initialization rule for {name}: add one to initial_std")
+            raise LookupError(f"no initialization rule for {name}: add one to initial_distributions")
+
+
+class NormedEmbedding(nn.Embedding):
+    """An embedding with a norm right after it, which lets it be tiny at the start: a step changes its direction."""
+
+    def __init__(self, config: T5Config):
+        super().__init__(config.vocab_size, config.d_model)
+        self.norm = RMSNorm(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(super().forward(ids))
+
+
+def add_embedding_norm(model: nn.Module, config: T5Config) -> None:
+    """Norm the embeddings of encoder and decoder, in either class of model, as init=small_embedding needs it."""
+    model.shared = model.encoder.embed_tokens = model.decoder.embed_tokens = NormedEmbedding(config)
+
+
+@torch.no_grad()
+def blind(model: nn.Module) -> None:
+    """Cut the encoder off for good: the decoder's cross-attention adds nothing, and learns nothing."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("EncDecAttention.o.weight"):
+            parameter.zero_()
+            parameter.requires_grad_(False)

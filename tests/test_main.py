@@ -153,7 +153,7 @@ def test_gradients_of_micro_batches_with_uneven_padding(splits):
     shape = model.t5_config(200, 0, 1, d_model=16, d_kv=4, num_heads=2, d_ff=8, num_layers=1, num_decoder_layers=1)
     shape.dropout_rate = 0.0
     t5 = model.T5(shape)
-    model.initialize(t5, shape, 0)
+    model.initialize(t5, model.initial_distributions(shape, "t5", 1.0, "normal"), 0)
     ids = torch.arange(2, 82).reshape(8, 10)
     labels = ids.clone()
     for row in range(8):

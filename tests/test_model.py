@@ -7,11 +7,15 @@ from nanoT5 import model
 SHAPE = dict(d_model=48, d_kv=8, num_heads=4, d_ff=96, num_layers=2, num_decoder_layers=3, dropout_rate=0.0)
 
 
+def mixed(config) -> dict:
+    return model.initial_distributions(config, "hf", init_std=1.0, init_distribution="normal")
+
+
 def pair():
     """(our model, Transformers' model) with the same weights."""
     config = model.t5_config(300, 0, 1, **SHAPE)
     ours = model.T5(config)
-    model.initialize(ours, config, seed=3)
+    model.initialize(ours, mixed(config), seed=3)
     theirs = model.hf_t5(config)
     assert not theirs.load_state_dict(ours.state_dict()).missing_keys
     return ours.eval(), theirs.eval()
@@ -70,21 +74,40 @@ def test_vocabulary_is_a_multiple_of_128(size, rounded):
     assert model.t5_config(size, 0, 1, **SHAPE).vocab_size == rounded
 
 
+WIDE = SHAPE | {"d_model": 96, "d_kv": 32, "d_ff": 160}
+MIXED = {
+    "q": (96 * 32) ** -0.5,
+    "k": 96**-0.5,
+    "v": 96**-0.5,
+    "o": 128**-0.5,
+    "relative_attention_bias": 96**-0.5,
+    "wi_0": 96**-0.5,
+    "wi_1": 96**-0.5,
+    "wo": 160**-0.5,
+    "shared": 1.0,
+    "lm_head": 1.0,
+}
+
+
 @pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
-def test_mixed_initialization(klass):
-    """Each class of weight against the standard deviations that Transformers itself draws with."""
-    config = model.t5_config(2000, 0, 1, **(SHAPE | {"d_model": 96, "d_kv": 32, "d_ff": 160}))
+@pytest.mark.parametrize(
+    "init, distribution, expected, bounded",
+    [
+        ("hf", "normal", MIXED, set()),
+        ("t5", "uniform", MIXED | {"lm_head": 96**-0.5}, set()),
+        ("uniform", "normal", dict.fromkeys(MIXED, 0.03), set()),
+        ("uniform", "uniform", dict.fromkeys(MIXED, 0.03), set(MIXED)),
+        ("small_embedding", "normal", MIXED | {"lm_head": 96**-0.5, "shared": 1e-4 / 3**0.5}, {"shared"}),
+    ],
+)
+def test_initializations(klass, init, distribution, expected, bounded):
+    """Mean, standard deviation and shape of every class of weight; the mixed ones as Transformers itself draws them."""
+    config = model.t5_config(2000, 0, 1, **WIDE)
     built = model.CLASSES[klass](config)
-    model.initialize(built, config, seed=0)
-    theirs = dict(T5ForConditionalGeneration(config).named_parameters())
-    expected = {
-        "q": (96 * 32) ** -0.5,
-        "k": 96**-0.5,
-        "v": 96**-0.5,
-        "o": 128**-0.5,
-        "relative_attention_bias": 96**-0.5,
-    }
-    expected |= {"wi_0": 96**-0.5, "wi_1": 96**-0.5, "wo": 160**-0.5, "shared": 1.0, "lm_head": 1.0}
+    if init == "small_embedding":
+        model.add_embedding_norm(built, config)
+    model.initialize(built, model.initial_distributions(config, init, 0.03, distribution), seed=0)
+    theirs = dict(T5ForConditionalGeneration(config).named_parameters()) if init == "hf" else {}
     seen = set()
     for name, p in built.named_parameters():
         kind = name.split(".")[-2]
@@ -97,18 +120,51 @@ def test_mixed_initialization(klass):
         assert abs(p.mean().item()) < 5 * expected[kind] / p.numel() ** 0.5, name
         if name in theirs:  # its head is tied to the embedding when it is drawn, at the same deviation
             assert theirs[name].std().item() == pytest.approx(expected[kind], rel=tolerance), name
+        largest = p.abs().max().item() / (3**0.5 * expected[kind])
+        assert (largest <= 1) if kind in bounded else (largest > 1), name
     assert seen == set(expected)
+
+
+@pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
+def test_small_embeddings_are_normed(klass):
+    """The norm is where encoder and decoder look tokens up, and only there: a larger table changes nothing."""
+    config = model.t5_config(300, 0, 1, **SHAPE)
+    built = model.CLASSES[klass](config)
+    model.add_embedding_norm(built, config)
+    model.initialize(built, mixed(config), seed=0)
+    ids = torch.arange(40).reshape(2, 20) + 2
+    before = built(input_ids=ids, labels=ids).loss.item()
+    with torch.no_grad():
+        built.shared.weight.mul_(7)
+    assert built(input_ids=ids, labels=ids).loss.item() == pytest.approx(before, rel=1e-5)
+    assert sum("norm" in name and "shared" in name for name, _ in built.named_parameters()) == 1
+
+
+@pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
+def test_a_blind_encoder_stays_cut_off(klass):
+    config = model.t5_config(300, 0, 1, **SHAPE)
+    built = model.CLASSES[klass](config)
+    model.initialize(built, mixed(config), seed=0)
+    model.blind(built)
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    labels = torch.arange(40).reshape(2, 20) + 2
+    for shift in (0, 50):
+        built(input_ids=labels + shift, labels=labels).loss.backward()
+        optimizer.step()
+    assert built.lm_head.weight.grad.abs().max() > 0
+    seen = [built(input_ids=labels + shift, labels=labels).logits for shift in (0, 100)]
+    assert torch.equal(*seen)
 
 
 def test_initialization_follows_the_seed_alone():
     config = model.t5_config(300, 0, 1, **SHAPE)
     models = [model.T5(config), model.T5(config), model.hf_t5(config)]
     for built, seed in zip(models, (1, 1, 1)):
-        model.initialize(built, config, seed)
+        model.initialize(built, mixed(config), seed)
     first = dict(models[0].named_parameters())
     for other in models[1:]:
         assert all((p == first[name]).all() for name, p in other.named_parameters())
-    model.initialize(models[1], config, 2)
+    model.initialize(models[1], mixed(config), 2)
     assert (models[1].lm_head.weight != first["lm_head.weight"]).all()
 
 
@@ -117,7 +173,7 @@ def test_a_parameter_without_a_rule_is_an_error():
     built = model.T5(config)
     built.encoder.extra = torch.nn.Linear(2, 2)
     with pytest.raises(LookupError, match="encoder.extra.weight"):
-        model.initialize(built, config, 0)
+        model.initialize(built, mixed(config), 0)
 
 
 def test_dropout_is_in_the_places_where_transformers_has_it():
