@@ -1,15 +1,17 @@
 """Where cross-attention looks: the share of it that falls near the gap that the decoder is filling.
 
 Span k of the targets stands between sentinel k and the next; its place in the input is that of the same sentinel. A
-decoder that has learned to read the encoder attends there while it writes span k.
+decoder that has learned to read the encoder attends there while it writes span k. Chance is the same attention's share
+near the sentinel of another span: a head that looks at all sentinels alike, or at none, has no more than that.
 
-Shapes: B sequences, S input tokens, T target tokens, L decoder layers, H heads, V vocabulary.
+Shapes: B sequences, S input tokens, T target tokens, K spans, H heads.
 """
 
 import functools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoT5.model import IGNORED
@@ -32,8 +34,8 @@ class Alignment:
             for layer, attention in enumerate(attentions)
             for store, module in ((self.queries, attention.q), (self.keys, attention.k))
         ]
-        self.heads = self.t5.config.num_heads
-        self.shares, self.chance, self.targets = 0.0, 0.0, 0
+        self.sums = torch.zeros(len(attentions), 2, self.t5.config.num_heads, dtype=torch.float64)
+        self.targets = 0
         return self
 
     def __exit__(self, *_):
@@ -42,39 +44,42 @@ class Alignment:
 
     def add(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> None:
         """Take in the forward pass just made of this batch."""
-        near, text = near_own_sentinel(input_ids, labels, self.sentinel_ids)
-        text &= labels != self.t5.config.eos_token_id
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        visible = attention_mask[:, None, :] != 0
-        q, k = (torch.stack(store).float().unflatten(-1, (self.heads, -1)) for store in (self.queries, self.keys))
-        logits = torch.einsum("lbthd,lbshd->lhbts", q, k)
-        attention = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-        self.shares += (attention * near).sum(-1)[..., text].double().sum(-1)  # (L, H)
-        self.chance += ((near & visible).sum(-1) / visible.sum(-1))[text].double().sum()
-        self.targets += text.sum()
+        span, near = spans(input_ids, labels, self.sentinel_ids)
+        others = near.any(-1).sum(-1, keepdim=True) - 1  # (B, 1)
+        # text of a span, in a sequence that has another
+        text = (span >= 0) & (labels != self.t5.config.eos_token_id) & (others > 0)
+        own = F.one_hot(span.clamp(min=0), near.shape[1])[:, None]  # (B, 1, T, K)
+        for layer, projections in enumerate(zip(self.queries, self.keys)):
+            q, k = (x.float().unflatten(-1, (self.sums.shape[-1], -1)).transpose(1, 2) for x in projections)
+            logits = q @ k.transpose(-1, -2)  # (B, H, T, S)
+            if attention_mask is not None:
+                logits = logits.masked_fill(attention_mask[:, None, None, :] == 0, -torch.inf)
+            share = logits.softmax(-1) @ near[:, None].mT.float()  # (B, H, T, K)
+            aligned = (share * own).sum(-1)
+            elsewhere = (share.sum(-1) - aligned) / others[:, None].clamp(min=1)
+            for i, value in enumerate((aligned, elsewhere)):
+                self.sums[layer, i] += (value * text[:, None]).sum(dim=(0, 2), dtype=torch.float64).cpu()
+        self.targets += text.sum().item()
 
-    def result(self) -> dict:
-        """Mean over target tokens: share per layer and head, and what attention spread evenly over the input has."""
-        return {
-            "eval/alignment": (self.shares / self.targets).tolist(),
-            "eval/alignment_chance": (self.chance / self.targets).item(),
-        }
+    def result(self) -> dict[str, list[list[float]]]:
+        """Means over target tokens, for each layer and head; zeros where no sequence has two spans."""
+        aligned, elsewhere = (self.sums / max(self.targets, 1)).unbind(1)
+        return {"eval/alignment": aligned.tolist(), "eval/alignment_chance": elsewhere.tolist()}
 
 
 def keep(store: list, layer: int, module: nn.Module, inputs: tuple, output: Tensor) -> None:
     store[layer] = output
 
 
-def near_own_sentinel(input_ids: Tensor, labels: Tensor, sentinel_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(bool (B, T, S): input position s is near the sentinel of target t's span; bool (B, T): t is text of a span)."""
-    span_of_label, span_of_input = ((ids[..., None] == sentinel_ids).int() for ids in (labels, input_ids))
-    number = torch.arange(1, len(sentinel_ids) + 1, device=labels.device, dtype=torch.int32)
-    opened = (span_of_label * number).sum(-1)  # sentinel k counts as k + 1, other tokens as 0
-    place = (span_of_input * number).sum(-1)
-    span = opened.cummax(-1).values
-    own = (place[:, None, :] == span[:, :, None]) & (span[:, :, None] > 0)  # (B, T, S)
-    distance = (torch.arange(input_ids.shape[1], device=labels.device) - own.int().argmax(-1, keepdim=True)).abs()
-    near = (distance <= NEAR) & own.any(-1, keepdim=True)
-    text = (labels != IGNORED) & (opened == 0) & own.any(-1)
-    return near, text
+def spans(input_ids: Tensor, labels: Tensor, sentinel_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64 (B, T): the span that a target is text of, else -1; bool (B, K, S): near the sentinel of span k)."""
+
+    def number(ids: Tensor) -> Tensor:
+        matches = ids[..., None] == sentinel_ids
+        return torch.where(matches.any(-1), matches.int().argmax(-1), -1)
+
+    opened, place = number(labels), number(input_ids)
+    span = opened.cummax(-1).values.masked_fill((opened >= 0) | (labels == IGNORED), -1)
+    sentinel = place[:, None, :] == torch.arange(place.max() + 1, device=place.device)[:, None]  # (B, K, S)
+    near = F.max_pool1d(sentinel.float(), 2 * NEAR + 1, stride=1, padding=NEAR) > 0
+    return span, near

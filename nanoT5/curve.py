@@ -37,6 +37,13 @@ def series(events: list[dict], key: str) -> tuple[list[int], list]:
     return [event["step"] for event in chosen], [event[key] for event in chosen]
 
 
+def alignment(events: list[dict]) -> tuple[list[int], np.ndarray]:
+    """(steps, (steps, heads): what each head's attention near its own span's sentinel has over chance)."""
+    steps, shares = series(events, "eval/alignment")
+    difference = np.array(shares) - np.array(series(events, "eval/alignment_chance")[1])
+    return steps, difference.reshape(len(steps), -1)
+
+
 def shapes(events: list[dict]) -> dict[str, dict]:
     """describe() of a run's training loss and of its held-out loss, under the unigram entropy of its targets."""
     ceiling = series(events, "data/unigram_entropy")[1][0]
@@ -117,19 +124,15 @@ def draw(folders: list[Path], path: Path) -> None:
                 losses.hlines(shape["plateau"], place(shape["plateau_start"]), place(end), color, "dotted")
             for axis in (losses, alignments) if shape["escape"] else ():
                 axis.axvline(place(shape["escape"]), color=color, linestyle="dashed", linewidth=1)
-            steps, values = series(events, "eval/alignment")
-            heads = np.array(values).reshape(len(steps), -1)
+            steps, heads = alignment(events)
             alignments.plot(place(steps), heads, color=color, linewidth=1)
-            chance = series(events, "eval/alignment_chance")[1][0]
-            alignments.axhline(chance, color="gray", linestyle="dotted", linewidth=1)
     for axis, label in zip(axes[1], ("steps", "input and target tokens")):
         axis.set_xlabel(label)
-        axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
     for axis in axes[0]:
         loss_axes(axis)
     axes[0, 0].set_ylabel("loss, nats per target token")
-    axes[1, 0].set_ylabel("attention near own\nsentinel, each head")
+    axes[1, 0].set_ylabel("attention near own sentinel\nless chance, each head")
     axes[0, 0].legend(fontsize="small")
     FigureCanvasAgg(figure).print_png(path)
 

@@ -1,5 +1,6 @@
 """What a run tells: log events to metrics.jsonl and to the terminal, the header, the summary."""
 
+import itertools
 import json
 import math
 import sys
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoT5 import UserError
+from nanoT5.optim import Optimizer
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Log:
         self.pending.append((lr, torch.stack([loss, grad_l2])))
         self.bar.update()
 
-    def training(self, t5: nn.Module) -> None:
+    def training(self, t5: nn.Module, optimizer: Optimizer) -> None:
         """The event of the steps since the last one; the one place where training waits for the device."""
         rates, results = zip(*self.pending)
         losses, norms = torch.stack(results).cpu().double().unbind(1)
@@ -87,6 +89,7 @@ class Log:
             "train/input_tokens": self.progress.input_tokens,
             "train/target_tokens": self.progress.target_tokens,
         }
+        event |= {f"train/{name}": value.item() for name, value in optimizer.diagnostics().items()}
         self.write(event)
         shown = f"loss {event['train/loss']:.3f} | lr {rates[-1]:.1e} | grad {event['train/grad_l2']:.2f}"
         shown += f" | {event['train/tokens_per_second']:,.0f} tokens/s"
@@ -101,10 +104,11 @@ class Log:
     def evaluation(self, event: dict) -> None:
         self.last_evaluation = event
         self.write(event)
-        best = max(map(max, event["eval/alignment"]))
+        heads = zip(itertools.chain(*event["eval/alignment"]), itertools.chain(*event["eval/alignment_chance"]))
+        share, chance = max(heads, key=lambda head: head[0] - head[1])
         self.say(
             f"held-out loss {event['eval/loss']:.3f}, accuracy {event['eval/accuracy']:.3f}, "
-            f"best head's alignment {best:.2f} (chance {event['eval/alignment_chance']:.2f})"
+            f"best head's alignment {share:.2f} (chance {chance:.2f})"
         )
         self.since = time.perf_counter()  # tokens/s is that of training
 

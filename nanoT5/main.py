@@ -84,7 +84,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             evaluate = last or progress.step % cfg.eval.every_steps == 0
             save = last or progress.step % cfg.checkpoint.every_steps == 0
             if evaluate or save or progress.step % cfg.logging.every_steps == 0:
-                events.training(t5)  # before a checkpoint, so that no diverged weights are ever saved
+                events.training(t5, optimizer)  # before a checkpoint, so that no diverged weights are ever saved
             if evaluate:
                 events.evaluation(evaluator())
             if save:

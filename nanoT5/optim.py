@@ -37,6 +37,10 @@ class Optimizer(torch.optim.Optimizer):
         """Whether the training loop is to call update_curvature() before this step's true gradient: Sophia's need."""
         return False
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What is worth logging of the last step, by name, as tensors without dimensions."""
+        return {}
+
     def moment(self, params: list[Tensor], name: str) -> list[Tensor]:
         """The state called name of every parameter, zeros at first."""
         for p in params:
@@ -166,6 +170,15 @@ class Sophia(Optimizer):
         torch._foreach_clamp_min_(step, -1.0)
         torch._foreach_clamp_max_(step, 1.0)
         return step
+
+    def diagnostics(self):
+        """The share of coordinates that were not clipped: 0.1 to 0.5 is healthy, says the paper."""
+        inside, coordinates = [], 0
+        for group in self.param_groups:
+            for state in (self.state[p] for p in group["params"] if "exp_avg" in self.state[p]):
+                inside.append((state["exp_avg"].abs() < group["rho"] * state["curvature"]).sum())
+                coordinates += state["exp_avg"].numel()
+        return {"unclipped_share": torch.stack(inside).sum() / coordinates}
 
 
 class Adafactor(Optimizer):

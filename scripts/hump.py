@@ -176,7 +176,10 @@ def conduct(plan, cells: list[Cell], jobs: int, overrides: list[str]) -> None:
                 runs = [run for cell in cells for run in plan(cell)]
                 left = sum(not run.summary for run in runs)
                 seconds = (time.perf_counter() - began) / made * left
-                print(f"{describe(run)} | {len(runs) - left}/{len(runs)} known runs, {log.duration(seconds)} left")
+                print(
+                    f"{describe(run)} | {len(runs) - left}/{len(runs)} known runs, {log.duration(seconds)} left",
+                    flush=True,
+                )
                 report(cells, plan, run.study)
     finally:
         for _, process in running.values():
@@ -215,11 +218,11 @@ def finish(run: Run, status: int) -> None:
 
 
 def describe(run: Run) -> str:
-    shape = run.summary.get("curve", {}).get("training", {"escape": None})
-    escape = f"escape at {shape['escape']}" if shape["escape"] else "no escape"
-    return (
-        f"{run.cell.name}, rate {run.rate:g}, seed {run.seed}: held-out loss {run.summary['eval/loss']:.3f}, {escape}"
-    )
+    name, loss = f"{run.cell.name}, rate {run.rate:g}, seed {run.seed}", run.summary["eval/loss"]
+    if loss == math.inf:
+        return f"{name}: diverged"
+    escape = curve.shapes(curve.read(run.folder))["training"]["escape"]
+    return f"{name}: held-out loss {loss:.3f}, {f'escape at {escape}' if escape else 'no escape'}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,10 +238,10 @@ def report(cells: list[Cell], plan, study: Path) -> None:
             continue
         rate = best([run for run in runs if run.seed == SEEDS[0]]).rate
         tried = {run.rate: run.summary["eval/loss"] for run in runs if run.seed == SEEDS[0]}
-        repeated = [run for run in runs if run.rate == rate]
+        repeated = [run for run in runs if run.rate == rate and run.summary["eval/loss"] < math.inf]
         chosen += repeated
         losses = [run.summary["eval/loss"] for run in repeated]
-        shapes = [run.summary["curve"]["training"] for run in repeated]
+        shapes = [curve.shapes(curve.read(run.folder))["training"] for run in repeated]
         rows.append(
             {
                 "cell": cell.name,
@@ -249,7 +252,7 @@ def report(cells: list[Cell], plan, study: Path) -> None:
                 "rates tried": ", ".join(f"{r:g}: {loss:.3f}" for r, loss in sorted(tried.items())),
             }
         )
-    if not rows:
+    if not chosen:
         return
     with (study / "table.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
@@ -284,20 +287,18 @@ def draw(runs: list[Run], path: Path) -> None:
             if run.seed == SEEDS[0]:
                 losses.plot([], [], **style, label=label)
             if not run.cell.blind:
-                steps, values = curve.series(events, "eval/alignment")
-                alignments.plot(steps, [max(map(max, layers)) for layers in values], **style, linewidth=width)
+                steps, heads = curve.alignment(events)
+                alignments.plot(steps, heads.max(axis=1), **style, linewidth=width)
     entropy = curve.series(events, "data/unigram_entropy")[1][0]
-    chance = curve.series(events, "eval/alignment_chance")[1][0]
     for init, (losses, alignments) in zip(inits, axes.T):
         losses.set_title(f"model.init={init}")
         losses.axhline(entropy, color="gray", linewidth=1, label="unigram entropy of the targets")
-        alignments.axhline(chance, color="gray", linewidth=1, label="chance")
-        alignments.set(ylim=(0, 1), xlabel="steps")
+        alignments.set_xlabel("steps")
         alignments.grid(alpha=0.3)
         curve.loss_axes(losses)
         losses.legend(fontsize="small")
     axes[0, 0].set_ylabel("held-out loss, nats per target token")
-    axes[1, 0].set_ylabel("attention near own\nsentinel, best head")
+    axes[1, 0].set_ylabel("attention near own sentinel\nless chance, best head")
     FigureCanvasAgg(figure).print_png(path)
 
 

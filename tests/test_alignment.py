@@ -32,19 +32,26 @@ def batch():
     return {"input_ids": ids, "labels": torch.tensor(LABELS), "attention_mask": (ids != 0).long()}
 
 
-def expected(attentions, batch) -> tuple[list, float]:
-    """Shares per layer and head, and chance, with plain loops over Transformers' own attention weights."""
-    shares, chances = torch.zeros(3, 4), []
-    for row, spans in enumerate(SPANS):
-        visible = [s for s in range(12) if batch["attention_mask"][row, s]]
-        for t, span in enumerate(spans):
+def expected(attentions, batch) -> tuple[list, list]:
+    """Alignment and chance of each layer and head, with plain loops over Transformers' own attention weights."""
+    aligned, chance, targets = torch.zeros(3, 4), torch.zeros(3, 4), 0
+    for row, of_targets in enumerate(SPANS):
+        near = {
+            k: [s for s in range(12) if abs(s - INPUTS[row].index(SENTINELS[k])) <= NEAR]
+            for k in range(3)
+            if SENTINELS[k] in INPUTS[row]
+        }
+        for t, span in enumerate(of_targets):
             if span is not None:
-                centre = INPUTS[row].index(SENTINELS[span])
-                near = [s for s in visible if abs(s - centre) <= NEAR]
-                chances.append(len(near) / len(visible))
+                targets += 1
                 for layer, attention in enumerate(attentions):
-                    shares[layer] += attention[row, :, t, near].sum(-1)
-    return (shares / len(chances)).tolist(), sum(chances) / len(chances)
+                    for k, places in near.items():
+                        share = attention[row, :, t, places].sum(-1)
+                        if k == span:
+                            aligned[layer] += share
+                        else:
+                            chance[layer] += share / (len(near) - 1)
+    return (aligned / targets).tolist(), (chance / targets).tolist()
 
 
 @pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
@@ -62,22 +69,23 @@ def test_shares_are_those_of_transformers_attention_weights(batch, klass):
             built(**piece)
             alignment.add(**piece)
         weights = theirs(**batch, output_attentions=True).cross_attentions
-    shares, chance = expected(weights, batch)
     result = alignment.result()
-    assert torch.tensor(shares).std() > 0.05
-    assert torch.allclose(torch.tensor(result["eval/alignment"]), torch.tensor(shares), atol=1e-5)
-    assert result["eval/alignment_chance"] == pytest.approx(chance)
+    for name, values in zip(("eval/alignment", "eval/alignment_chance"), expected(weights, batch)):
+        assert torch.tensor(values).std() > 0.05
+        assert torch.allclose(torch.tensor(result[name]), torch.tensor(values), atol=1e-5), name
+    assert not any(module._forward_hooks for module in built.modules())
 
 
-def test_attention_that_is_spread_evenly_is_at_chance(batch):
+def test_a_sequence_with_a_single_span_has_no_chance_and_does_not_count(batch):
     config = model.t5_config(300, 0, EOS, **SHAPE)
     built = model.T5(config)
-    model.initialize(built, model.initial_distributions(config, "uniform", 1e-8, "normal"), seed=0)
-    with torch.no_grad(), Alignment(built, torch.tensor(SENTINELS)) as alignment:
-        built(**batch)
-        alignment.add(**batch)
-    result = alignment.result()
-    assert all(
-        share == pytest.approx(result["eval/alignment_chance"]) for layer in result["eval/alignment"] for share in layer
-    )
-    assert not any(module._forward_hooks for module in built.modules())
+    model.initialize(built, model.initial_distributions(config, "uniform", 0.3, "normal"), seed=0)
+    single = {"input_ids": torch.tensor([[10, S0, 11, EOS]]), "labels": torch.tensor([[S0, 12, EOS]])}
+    results = []
+    for batches in ([batch], [batch, single]):
+        with torch.no_grad(), Alignment(built, torch.tensor(SENTINELS)) as alignment:
+            for each in batches:
+                built(**each)
+                alignment.add(**each)
+        results.append(alignment.result())
+    assert results[0] == results[1]

@@ -18,13 +18,18 @@ from accelerate import Accelerator
 from omegaconf import OmegaConf
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from nanoT5 import UserError, config, data, log, main, model, optim
+from nanoT5 import UserError, config, curve, data, log, main, model, optim
 
 ROOT = Path(main.__file__).parent.parent
 
 
 def events(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_loss(folder: Path) -> float:
+    """The mean of the training loss over the last log events, here only one."""
+    return [event["train/loss"] for event in events(folder) if "train/loss" in event][-1]
 
 
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -53,7 +58,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert OmegaConf.load(finished / "config.yaml").optim.total_steps == 40
 
 
-def test_metrics(finished):
+def test_metrics(finished, tiny):
     training = [event for event in events(finished) if "train/loss" in event]
     assert [event["step"] for event in training] == [10, 15, 20, 30, 40]
     assert all(
@@ -69,7 +74,12 @@ def test_metrics(finished):
     assert last["train/weights_l2"] == pytest.approx(
         math.sqrt(sum((w.double() ** 2).sum().item() for w in weights)), rel=1e-5
     )
-    assert [event["step"] for event in events(finished) if "eval/loss" in event] == [15, 30, 40]
+    evaluations = [event for event in events(finished) if "eval/loss" in event]
+    assert [event["step"] for event in evaluations] == [15, 30, 40]
+    shares = torch.tensor([evaluations[-1][key] for key in ("eval/alignment", "eval/alignment_chance")])
+    assert shares.shape == (2, 2, 4) and ((0 < shares) & (shares < 1)).all()  # layers, heads
+    entropy = [event["data/unigram_entropy"] for event in events(finished) if "data/unigram_entropy" in event]
+    assert entropy == [pytest.approx(data.build(config.load(tiny)[0]).unigram_entropy)]
 
 
 def test_summary(finished):
@@ -77,6 +87,10 @@ def test_summary(finished):
     last = events(finished)[-1]
     assert (summary["eval/loss"], summary["eval/accuracy"]) == (last["eval/loss"], last["eval/accuracy"])
     assert summary["step"] == 40 and not summary["interrupted"]
+    assert summary["curve"] == curve.shapes(events(finished))
+    assert (
+        summary["curve"]["training"]["final"] == last_loss(finished) and summary["curve"]["training"]["escape"] is None
+    )
     assert summary["corpus"]["files"] == 1 and summary["versions"]["torch"] == torch.__version__
 
 
@@ -93,6 +107,27 @@ def test_export_loads_in_transformers_with_the_same_loss(finished, tiny):
     assert tokenizer.convert_tokens_to_ids("<extra_id_0>") in prompt.input_ids
     answer = exported.generate(**prompt, max_new_tokens=8)
     assert answer[0, 0] == 0 and tokenizer.decode(answer[0]).startswith("<pad><extra_id_0>")
+
+
+def test_small_embeddings_are_exported_with_their_norm_folded_in(tiny, tmp_path):
+    """The export has T5's own parameters, and Transformers' code makes the same predictions with it."""
+    summary = main.run([*tiny, "model.init=small_embedding", f"hydra.run.dir={tmp_path}"])
+    exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert sum(p.numel() for p in exported.parameters()) == summary["parameters"] - 32  # the norm's
+    with torch.no_grad():
+        outputs = [exported(**batch) for batch in data.build(config.load(tiny)[0]).evaluation]
+    assert sum(o.loss.item() for o in outputs) / len(outputs) == pytest.approx(summary["eval/loss"], abs=1e-4)
+
+
+def test_a_blind_run_learns_nothing_from_the_encoder(tiny, tmp_path):
+    main.run([*tiny, "model.blind_encoder=true", "checkpoint.every_steps=3", f"hydra.run.dir={tmp_path / 'whole'}"])
+    resume = f"checkpoint.resume={tmp_path}/whole/checkpoints/step-3"
+    main.run([*tiny, "model.blind_encoder=true", resume, f"hydra.run.dir={tmp_path / 'resumed'}"])
+    three, six = saved(tmp_path / "whole", 3), saved(tmp_path / "whole", 6)
+    assert equal(six, saved(tmp_path / "resumed", 6))
+    for name in three:
+        unseen = name.startswith("encoder") or "EncDecAttention" in name or "layer.1.layer_norm" in name
+        assert torch.equal(three[name], six[name]) == (unseen and "embed" not in name), name
 
 
 def test_the_held_out_loss_can_be_measured_again(finished, tiny, tmp_path):
@@ -204,8 +239,9 @@ def test_compiling_changes_no_result(tiny, tmp_path):
     for name in ("true", "false"):
         options = ["model.num_layers=1", "model.num_decoder_layers=1", f"model.compile={name}"]
         main.run([*tiny, *options, f"hydra.run.dir={tmp_path / name}"])
-    compiled, plain = (events(tmp_path / name)[-1]["eval/loss"] for name in ("true", "false"))
-    assert compiled == pytest.approx(plain, rel=1e-4)
+    compiled, plain = (events(tmp_path / name)[-1] for name in ("true", "false"))
+    assert compiled["eval/loss"] == pytest.approx(plain["eval/loss"], rel=1e-4)
+    assert compiled["eval/alignment"] == [[pytest.approx(share, rel=1e-3) for share in plain["eval/alignment"][0]]]
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="this processor has no bf16")

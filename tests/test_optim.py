@@ -124,6 +124,17 @@ def test_sophia_clips_each_coordinate():
     assert torch.allclose(p, -1e-3 * torch.tensor([0.5, 1.0, -0.5, 1e-5], dtype=torch.float64))
 
 
+def test_sophias_unclipped_share_is_over_all_groups():
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (4, 2, 3)]
+    optimizer = optim.Sophia([{"params": params[:1]}, {"params": params[1:]}], betas=(0.0, 0.0), rho=1.0)
+    for p in params[:2]:  # the third has no gradient
+        p.grad = torch.ones_like(p)
+    optimizer.update_curvature(targets=1)
+    params[0].grad, params[1].grad = torch.tensor([0.5, -0.9, 1.5, -2.0]), torch.tensor([0.1, 7.0])
+    optimizer.step()
+    assert optimizer.diagnostics()["unclipped_share"].item() == pytest.approx(3 / 6)
+
+
 def test_a_tensor_of_zeros_moves_by_a_thousandth():
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     p.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
