@@ -35,6 +35,7 @@ from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim
 from nanoT5.alignment import Alignment
 
 Batch = dict[str, Tensor]
+SHAPE = ("d_model", "d_kv", "num_heads", "d_ff", "num_layers", "num_decoder_layers", "dropout_rate")  # as in T5Config
 DIVERGED = 3  # exit status, for whoever runs many: 0 is a finished run, 1 a mistake, 130 an interrupted run
 
 
@@ -154,8 +155,7 @@ def choose_precision(cfg: DictConfig, device: torch.device) -> str:
 
 
 def model_shape(cfg: DictConfig, tokenizer: data.Tokenizer) -> T5Config:
-    names = ("d_model", "d_kv", "num_heads", "d_ff", "num_layers", "num_decoder_layers", "dropout_rate")
-    shape = {name: cfg.model[name] for name in names}
+    shape = {name: cfg.model[name] for name in SHAPE}
     return model.t5_config(tokenizer.size, tokenizer.pad_id, tokenizer.eos_id, **shape)
 
 

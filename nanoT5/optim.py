@@ -7,6 +7,7 @@ scaling of Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, section 8). Deca
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -48,16 +49,16 @@ class Optimizer(torch.optim.Optimizer):
                 self.state[p][name] = torch.zeros_like(p, dtype=wide(p))
         return [self.state[p][name] for p in params]
 
-    def scales(self, group: dict, params: list[Tensor]) -> list[Tensor]:
-        """The factor s of every parameter, as tensors without dimensions."""
+    def scales(self, group: dict, params: list[Tensor]) -> Tensor:
+        """The factor s of every parameter, (parameters,)."""
         if group["rms_scale"] == "init":
-            for p in params:
-                if "initial_rms" not in self.state[p]:
-                    (self.state[p]["initial_rms"],) = rms([p])
-            scales = [self.state[p]["initial_rms"] for p in params]
+            new = [p for p in params if "initial_rms" not in self.state[p]]
+            for p, value in zip(new, rms(new) if new else ()):
+                self.state[p]["initial_rms"] = value
+            scales = torch.stack([self.state[p]["initial_rms"] for p in params])
         else:
             scales = rms(params)
-        return list(torch._foreach_clamp_min(scales, SMALLEST_SCALE))
+        return scales.clamp_min(SMALLEST_SCALE)
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -66,12 +67,20 @@ class Optimizer(torch.optim.Optimizer):
             if not params:
                 continue
             group["steps"] += 1
-            step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
-            if group["rms_scale"]:
-                torch._foreach_mul_(step, self.scales(group, params))
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, step, alpha=-group["lr"])
+            scales = self.scales(group, params) if group["rms_scale"] else None
+            if params[0].is_cpu:  # which gains by having done with a tensor while it is in the cache
+                for p, scale in zip(params, itertools.repeat(1.0) if scales is None else scales.tolist()):
+                    self.update(group, [p], group["lr"] * scale)
+            else:  # a GPU gains by launching for all at once
+                self.update(group, params, group["lr"], scales)
+
+    def update(self, group: dict, params: list[Tensor], lr: float, scales: Tensor | None = None) -> None:
+        step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
+        if scales is not None:
+            torch._foreach_mul_(step, scales.unbind())
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, step, alpha=-lr)
 
 
 def wide(p: Tensor) -> torch.dtype:
@@ -79,9 +88,13 @@ def wide(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def rms(tensors: list[Tensor]) -> list[Tensor]:
-    """Root mean square of each tensor, as tensors without dimensions."""
-    return list(torch._foreach_div(torch._foreach_norm(tensors), [math.sqrt(t.numel()) for t in tensors]))
+def rms(tensors: list[Tensor]) -> Tensor:
+    """Root mean square of each tensor, (tensors,)."""
+    if tensors[0].is_cpu:  # where a norm runs on one thread, a dot product on all
+        norms = torch.stack([torch.dot(flat, flat) for flat in (t.flatten() for t in tensors)]).sqrt()
+    else:
+        norms = torch.stack(torch._foreach_norm(tensors))
+    return norms / norms.new_tensor([math.sqrt(t.numel()) for t in tensors])
 
 
 class AdamW(Optimizer):
@@ -195,9 +208,8 @@ class Adafactor(Optimizer):
     def direction(self, group, params, grads):
         beta2 = 1 - group["steps"] ** -0.8
         step = [self.whitened(p, g, g.square() + group["eps"], beta2) for p, g in zip(params, grads)]
-        excess = torch._foreach_div(rms(step), group["clip_threshold"])
-        torch._foreach_clamp_min_(excess, 1.0)
-        torch._foreach_div_(step, excess)
+        excess = (rms(step) / group["clip_threshold"]).clamp_min(1.0)
+        torch._foreach_div_(step, excess.unbind())
         return step
 
     def whitened(self, p: Tensor, grad: Tensor, square: Tensor, beta2: float) -> Tensor:

@@ -1,4 +1,6 @@
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import lion_pytorch
@@ -247,3 +249,21 @@ def test_legacy():
     ]
     peak = 1 / math.sqrt(45_000)
     assert found == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3, peak, peak / 2, 0.0])
+
+
+def test_the_optimizer_of_the_readme():
+    """It is what it says, and gets decay and RMS scaling from the base."""
+    readme = (Path(optim.__file__).parent.parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(class .*?)```", readme, re.DOTALL)
+    namespace = dict(vars(optim)) | {"OPTIMIZERS": {}}
+    exec(code, namespace)
+    (klass,) = namespace["OPTIMIZERS"].values()
+    ours = start()
+    plain, means = [p.detach().clone() for p in ours], [torch.zeros(shape).double() for shape in SHAPES]
+    optimizer = klass(ours, lr=1e-2, weight_decay=0.1, rms_scale=True)
+    steps(optimizer, ours, count=5)
+    for step in range(5):
+        for i, p in enumerate(plain):
+            means[i] = 0.9 * means[i] + 0.1 * gradient(step, i)
+            plain[i] = (1 - 1e-3) * p - 1e-2 * p.square().mean().sqrt() * means[i].sign()
+    assert close(ours, plain)
