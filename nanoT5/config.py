@@ -64,8 +64,10 @@ RULES: dict[str, Rule] = {
     "model.num_layers": whole(1),
     "model.num_decoder_layers": whole(1),
     "model.init_std": number("a number above 0", lambda v: 0 < v < float("inf")),
-    "data.source": choice("docstrings", "text"),
+    "data.source": choice("docstrings", "text", "hub"),
     "data.path": or_null(TEXT),
+    "data.name": or_null(TEXT),
+    "data.config": or_null(TEXT),
     "data.tokenizer": or_null(TEXT),
     "data.vocab_size": whole(16),
     "data.input_length": whole(2),
@@ -125,10 +127,15 @@ def check(cfg: DictConfig) -> None:
 def contradictions(cfg: DictConfig) -> Iterator[str]:
     """What is wrong with keys that are each right."""
     o = cfg.optim
-    if cfg.data.source == "text" and cfg.data.path is None:
-        yield "data.path is needed with data=text: name a .txt or .jsonl file, or a quoted glob of them"
-    if cfg.data.source == "docstrings" and cfg.data.path is not None:
-        yield f"data.path={cfg.data.path} has no part in data=docstrings: say data=text too"
+    for key, source, example in (
+        ("path", "text", "a .txt or .jsonl file, or a quoted glob of them"),
+        ("name", "hub", "a data set on the Hub"),
+    ):
+        value = cfg.data[key]
+        if cfg.data.source == source and value is None:
+            yield f"data.{key} is needed with data={source}: name {example}"
+        if cfg.data.source != source and value is not None:
+            yield f"data.{key}={value} has no part in data={cfg.data.source}: say data={source} too"
     if o.batch_size % o.grad_acc:
         yield f"optim.batch_size={o.batch_size} is not divisible by optim.grad_acc={o.grad_acc}: change one of them"
     if o.warmup_steps >= o.total_steps and o.lr_scheduler == "cosine":

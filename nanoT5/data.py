@@ -157,24 +157,30 @@ def is_held_out(text: str, share: float) -> bool:
 class Documents:
     """The documents of stream number `number` of `streams`: either those for training or those held out."""
 
-    files: list[Path]
-    held_out: float  # share of documents kept for evaluation
+    files: list[str]
+    held_out: float  # share of documents kept for evaluation, from none (0) to all (1)
     seed: int  # of the order of the files
     number: int = 0
     streams: int = 1
     evaluation: bool = False
 
     def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[tuple[Place, str]]:
-        """(place, text) of one epoch from a place on. Streams share out the rows of every file, to be of one size."""
+        """(place, text) of one epoch from a place on.
+
+        Streams share out the rows of every file, to be of one size, which they also are with 16 files or more each.
+        """
+        whole_files = len(self.files) >= 16 * self.streams
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
         for position in range(file, len(self.files)):
+            if whole_files and order[position] % self.streams != self.number:
+                continue
             path, first = self.files[order[position]], row if position == file else 0
             shift = self.number - order[position]  # else stream 0 would get all files of a single row
 
             def wanted(r: int, first=first, shift=shift) -> bool:
-                return r >= first and (r - shift) % self.streams == 0
+                return r >= first and (whole_files or (r - shift) % self.streams == 0)
 
-            for r, text in sources.READERS[path.suffix](path, wanted):
+            for r, text in sources.reader(path)(path, wanted):
                 if text.strip() and is_held_out(text, self.held_out) == self.evaluation:
                     yield Place(epoch, position, r), text
 
@@ -319,24 +325,33 @@ def build(cfg) -> Data:
     """The data of a run, from its whole config."""
     data = cfg.data
     cache = Path(data.cache).expanduser()
-    corpus = sources.docstrings(cache) if data.source == "docstrings" else sources.text(data.path)
+    corpus = {
+        "docstrings": lambda: sources.docstrings(cache),
+        "text": lambda: sources.text(data.path),
+        "hub": lambda: sources.hub(data.name, data.config),
+    }[data.source]()
+    has_split = corpus.held_out_files is not None
+    training = {"files": corpus.files, "held_out": 0.0 if has_split else data.held_out}
+    evaluation = {"files": corpus.held_out_files, "held_out": 1.0} if has_split else training
     if data.tokenizer is None:
-        texts = (text for _, text in Documents(corpus.files, data.held_out, FIXED_SEED).read(epoch=0))
+        texts = (text for _, text in Documents(**training, seed=FIXED_SEED).read(epoch=0))
         tokenizer = tokenizers.train(texts, data.vocab_size, cache)
     else:
         tokenizer = tokenizers.load(data.tokenizer)
     raw_length, target_length = span_lengths(data.input_length, data.mlm_probability, data.mean_noise_span_length)
 
-    def chunker(block: int, seed: int, **documents) -> Chunker:
-        source = Documents(corpus.files, data.held_out, seed, **documents)
-        return Chunker(source, tokenizer.encode, tokenizer.eos_id, raw_length, block)
+    def chunker(block: int, **documents) -> Chunker:
+        return Chunker(Documents(**documents), tokenizer.encode, tokenizer.eos_id, raw_length, block)
 
     noise = {"noise_density": data.mlm_probability, "mean_span_length": data.mean_noise_span_length}
     ids = {"sentinel_ids": tokenizer.sentinel_ids, "eos_id": tokenizer.eos_id}
     corruption = functools.partial(corrupt, **noise, **ids)
     batches = functools.partial(
         training_batches,
-        [chunker(data.shuffle_block, cfg.seed, number=n, streams=data.streams) for n in range(data.streams)],
+        [
+            chunker(data.shuffle_block, **training, seed=cfg.seed, number=n, streams=data.streams)
+            for n in range(data.streams)
+        ],
         cfg.optim.batch_size,
         functools.partial(corruption, seed=cfg.seed),
         data.num_workers,
@@ -344,15 +359,15 @@ def build(cfg) -> Data:
         | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block")}
         | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())},
     )
-    held_out = chunker(cfg.eval.batch_size, FIXED_SEED, evaluation=True)
-    evaluation = list(itertools.islice(batches_in_order(held_out, corruption), cfg.eval.steps))
-    if not evaluation:
+    held_out = chunker(cfg.eval.batch_size, **evaluation, seed=FIXED_SEED, evaluation=True)
+    held_out_batches = list(itertools.islice(batches_in_order(held_out, corruption), cfg.eval.steps))
+    if not held_out_batches:
         raise UserError(
             f"data.held_out={data.held_out} leaves fewer than {raw_length} tokens of this corpus "
             f"for evaluation: raise it, or give more documents (in a .txt file, blank lines separate them)"
         )
-    entropy = unigram_entropy(batches_in_order(chunker(1024, FIXED_SEED), corruption))
-    return Data(corpus, tokenizer, raw_length, target_length, batches, evaluation, entropy)
+    entropy = unigram_entropy(batches_in_order(chunker(1024, **training, seed=FIXED_SEED), corruption))
+    return Data(corpus, tokenizer, raw_length, target_length, batches, held_out_batches, entropy)
 
 
 def batches_in_order(chunker: Chunker, corruption: Callable) -> Iterator[dict[str, torch.Tensor]]:

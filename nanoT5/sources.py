@@ -19,21 +19,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from glob import glob
-from pathlib import Path
+from pathlib import Path, PurePath
+
+import fsspec
 
 from nanoT5 import UserError
 
 
 @dataclass(frozen=True)
 class Corpus:
-    files: list[Path]
+    files: list[str]  # paths, or addresses that fsspec opens
     digest: str  # tells corpora apart
     headline: str  # printed
     description: dict  # stored with the run
+    held_out_files: list[str] | None = None  # of a corpus with a validation split; else documents are held out
 
 
-def read_jsonl(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as lines:
+def read_jsonl(path: str, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
+    with fsspec.open(path, "rb", compression="infer") as lines:
         for row, line in enumerate(lines):
             if wanted(row) and line.strip():
                 try:
@@ -45,10 +48,10 @@ def read_jsonl(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int,
                 yield row, text.encode(errors="replace").decode()  # JSON can spell code points that no text has
 
 
-def read_txt(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
+def read_txt(path: str, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
     """Documents are separated by blank lines."""
     row, lines = 0, []
-    with path.open(encoding="utf-8-sig", errors="replace") as text:
+    with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", errors="replace") as text:
         for line in itertools.chain(text, [""]):  # the empty last line closes the last document
             if line.strip():
                 lines.append(line)
@@ -58,16 +61,21 @@ def read_txt(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, s
                 row, lines = row + 1, []
 
 
-READERS = {".jsonl": read_jsonl, ".txt": read_txt}
+READERS = {".jsonl": read_jsonl, ".json": read_jsonl, ".txt": read_txt}
+FORMATS = f"{', '.join(READERS)} file, or one of these with .gz"
+
+
+def reader(path: str) -> Callable[[str, Callable[[int], bool]], Iterator[tuple[int, str]]] | None:
+    return READERS.get(PurePath(path.removesuffix(".gz")).suffix)
 
 
 def text(pattern: str) -> Corpus:
-    """The .txt and .jsonl files of a path or glob, in the order of their names."""
+    """The files of a path or glob, in the order of their names."""
     files = sorted(path for path in map(Path, glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file())
     if not files:
         raise UserError(f"data.path={pattern} matches no file: give a .txt or .jsonl file, or a quoted glob of them")
-    if odd := [path for path in files if path.suffix not in READERS]:
-        raise UserError(f"data.path: {odd[0]} is not a {' or '.join(READERS)} file")
+    if odd := [path for path in files if not reader(str(path))]:
+        raise UserError(f"data.path: {odd[0]} is not a {FORMATS}")
     if locked := [path for path in files if not os.access(path, os.R_OK)]:
         raise UserError(f"data.path: {locked[0]} may not be read: change its permissions")
     size = sum(path.stat().st_size for path in files)
@@ -75,7 +83,31 @@ def text(pattern: str) -> Corpus:
         raise UserError(f"data.path={pattern} has no text in it")
     facts = {"path": pattern, "files": len(files), "bytes": size}
     digest = hashlib.sha256(repr([(path.name, path.stat().st_size) for path in files]).encode()).hexdigest()
-    return Corpus(files, digest, f"{pattern}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB", facts)
+    headline = f"{pattern}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB"
+    return Corpus(list(map(str, files)), digest, headline, facts)
+
+
+def hub(name: str, config: str | None) -> Corpus:
+    """The files of a data set's train and validation splits on the Hugging Face Hub, read as they are needed.
+
+    Their addresses hold the repository's commit, so that a run goes on with the data that it began with.
+    """
+    import datasets
+
+    try:
+        splits = datasets.load_dataset_builder(name, config).config.data_files or {}
+    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"data.name={name}, data.config={config} cannot be had from the Hub: {reason}") from None
+    files = {split: list(map(str, splits.get(split, ()))) for split in ("train", "validation")}
+    if not files["train"]:
+        raise UserError(f"data.name={name} has no split called train")
+    if odd := [path for paths in files.values() for path in paths if not reader(path)]:
+        raise UserError(f"data.name={name}: {odd[0]} is not a {FORMATS}")
+    headline = f"{name} {config or ''} on the Hub: {len(files['train']):,} files of training text"
+    facts = {"name": name, "config": config, "files": len(files["train"]), "first": files["train"][0]}
+    digest = hashlib.sha256(repr(files).encode()).hexdigest()
+    return Corpus(files["train"], digest, headline, facts, files["validation"] or None)
 
 
 # Folders of no interest to a reader of documentation: tests, and copies of other packages.
@@ -112,7 +144,7 @@ def docstrings(cache: Path) -> Corpus:
     shown = ", ".join(f"{name} {version}" for name, version in itertools.islice(facts["versions"].items(), 10))
     headline = f"docstrings of {shown} and {len(facts['versions']) - 10} more: {facts['documents']:,} documents, "
     return Corpus(
-        [path], facts["sha256"], headline + f"{facts['bytes'] / 1e6:.1f} MB, sha256 {facts['sha256'][:16]}", facts
+        [str(path)], facts["sha256"], headline + f"{facts['bytes'] / 1e6:.1f} MB, sha256 {facts['sha256'][:16]}", facts
     )
 
 

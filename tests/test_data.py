@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +137,7 @@ def letters(texts):
 
 def chunkers(path: Path, streams: int, block=7, held_out=0.2, seed=0):
     return [
-        Chunker(Documents([path], held_out, seed, n, streams), letters, EOS, raw_length=20, block=block)
+        Chunker(Documents([str(path)], held_out, seed, n, streams), letters, EOS, raw_length=20, block=block)
         for n in range(streams)
     ]
 
@@ -156,7 +157,7 @@ def small(tmp_path_factory, documents) -> Path:
 
 
 def test_an_epoch_has_every_chunk_of_the_training_documents_once(small):
-    texts = [text for _, text in sources.read_jsonl(small, lambda row: True)]
+    texts = [text for _, text in sources.read_jsonl(str(small), lambda row: True)]
     training = [text for text in texts if not data.is_held_out(text, 0.2)]
     assert 0 < len(training) < len(texts)
     for n, chunker in enumerate(chunkers(small, 3)):
@@ -172,10 +173,10 @@ def test_an_epoch_has_every_chunk_of_the_training_documents_once(small):
 
 
 def test_held_out_documents_are_never_trained_on(small):
-    evaluation = {text for _, text in Documents([small], 0.2, 0, evaluation=True).read(0)}
-    training = {text for n in range(3) for _, text in Documents([small], 0.2, 0, n, 3).read(0)}
+    evaluation = {text for _, text in Documents([str(small)], 0.2, 0, evaluation=True).read(0)}
+    training = {text for n in range(3) for _, text in Documents([str(small)], 0.2, 0, n, 3).read(0)}
     assert evaluation and not evaluation & training
-    assert evaluation | training == {text for _, text in sources.read_jsonl(small, lambda row: True)}
+    assert evaluation | training == {text for _, text in sources.read_jsonl(str(small), lambda row: True)}
 
 
 def take(iterator, count):
@@ -209,7 +210,7 @@ def test_streams_share_out_the_rows_of_every_file(tmp_path):
     """Also where every file has a single row; the order of files changes from epoch to epoch."""
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"{i}.0\n\n{i}.1" if i < 2 else f"{i}.0")
-    files = sorted(tmp_path.iterdir())
+    files = sorted(map(str, tmp_path.iterdir()))
     streams = [Documents(files, 1e-9, 0, n, 4) for n in range(4)]
     orders = [[[text.strip() for _, text in stream.read(epoch)] for stream in streams] for epoch in range(3)]
     for epoch in orders:
@@ -219,6 +220,31 @@ def test_streams_share_out_the_rows_of_every_file(tmp_path):
         assert sorted(map(len, epoch)) == [2, 2, 3, 3]
         assert [sorted(texts) for texts in epoch] == [sorted(texts) for texts in orders[0]]
     assert orders[0] != orders[1] != orders[2]
+
+
+def test_streams_share_out_many_files(tmp_path):
+    for i in range(33):
+        (tmp_path / f"{i:02}.txt").write_text(f"{i}.0\n\n{i}.1")
+    files = sorted(map(str, tmp_path.iterdir()))
+    read = [[text.strip() for _, text in Documents(files, 0.0, 0, n, 2).read(0)] for n in range(2)]
+    assert sorted(sum(read, [])) == sorted(f"{i}.{j}" for i in range(33) for j in range(2))
+    assert [{int(text.split(".")[0]) % 2 for text in texts} for texts in read] == [{0}, {1}]
+    stream = list(Documents(files, 0.0, 0, 1, 2).read(0))
+    for i, (place, _) in enumerate(stream):
+        assert list(Documents(files, 0.0, 0, 1, 2).read(0, place.file, place.row)) == stream[i:]
+
+
+def test_unigram_entropy():
+    """That of a known distribution, also from a sample that misses some of its tokens; and of one token."""
+    shares = torch.arange(1, 2001, dtype=torch.float64)
+    shares /= shares.sum()
+    known = -(shares * shares.log()).sum().item()
+    labels = torch.multinomial(shares, 2**15, replacement=True, generator=torch.Generator().manual_seed(0))
+    assert data.unigram_entropy([{"labels": labels.reshape(-1, 8)}]) == pytest.approx(known, abs=0.01)
+    plain = np.unique(labels, return_counts=True)[1] / len(labels)
+    assert known + (plain * np.log(plain)).sum() > 0.02  # without the correction
+    assert data.unigram_entropy([{"labels": torch.full((4, 4), 7)}]) == 0
+    assert data.unigram_entropy([{"labels": labels[:64]}, {"labels": labels}], sample=64) < 4.2  # the first are enough
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -236,7 +262,7 @@ def test_a_state_of_other_data_is_refused(small):
 def test_what_workers_get_can_be_pickled(small, corpus, cache, tmp_path):
     """As it has to be where processes are spawned: macOS, and Linux from Python 3.14 on."""
     folder = tmp_path / "tokenizer"
-    texts = [text for _, text in sources.read_jsonl(corpus, lambda row: True)]
+    texts = [text for _, text in sources.read_jsonl(str(corpus), lambda row: True)]
     tokenizer.train(texts, 512, cache).save(folder)
     for path in (folder, folder / "spiece.model"):
         if path == folder:
