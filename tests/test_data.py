@@ -244,7 +244,7 @@ def test_unigram_entropy():
     plain = np.unique(labels, return_counts=True)[1] / len(labels)
     assert known + (plain * np.log(plain)).sum() > 0.02  # without the correction
     assert data.unigram_entropy([{"labels": torch.full((4, 4), 7)}]) == 0
-    assert data.unigram_entropy([{"labels": labels[:64]}, {"labels": labels}], sample=64) < 4.2  # the first are enough
+    assert data.unigram_entropy([{"labels": labels[:64]}, {"labels": labels}], sample=64) < 5  # the first are enough
 
 
 @pytest.mark.parametrize("workers", [2, 4])

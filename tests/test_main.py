@@ -348,6 +348,9 @@ def faulty(tmp_path, corpus):
         "data.held_out=1e-9": ["data.held_out", "evaluation"],
         "data.num_workers=9": ["data.num_workers=9", "data.streams"],
         "data.path=null": ["data.path", "text"],
+        "data.name=x/y": ["data.name=x/y", "data=hub"],
+        "model.init=xavier": ["model.init=xavier", "small_embedding"],
+        "model.init_std=0": ["model.init_std=0", "above 0"],
         "data=docstrings": ["data.path", "data=text"],
         "data=null": ["group", "must be"],
         "~optim.grad_clip": ["optim.grad_clip is missing"],
@@ -454,10 +457,10 @@ def test_divergence_is_traced_to_its_step_and_the_last_good_checkpoint(tiny, tmp
 
 
 def test_every_shipped_config_is_checked():
-    for group in ("model", "data"):
+    needed = {"text": ["data.path=x"], "hub": ["data.name=x/y"]}
+    for group in ("model", "data", "task"):
         for path in (config.FOLDER / group).glob("*.yaml"):
-            options = [f"{group}={path.stem}"] + (["data.path=x"] if path.stem == "text" else [])
-            config.check(config.load(options)[0])
+            config.check(config.load([f"{group}={path.stem}", *needed.get(path.stem, [])])[0])
     keys = config.flat(config.load(["data=text"])[0]).keys()
     assert keys == config.RULES.keys()
 
