@@ -40,6 +40,7 @@ def or_null(rule: Rule) -> Rule:
 
 TEXT: Rule = ("a text, one that looks like a number in quotes: \"'42'\"", lambda v: isinstance(v, str) and v != "")
 SWITCH = choice(True, False)
+POSITIVE = number("a number above 0", lambda v: 0 < v < float("inf"))
 NOT_NEGATIVE = number("a number from 0 up", lambda v: 0 <= v < float("inf"))
 SHARE = number("a number between 0 and 1", lambda v: 0 < v < 1)
 
@@ -63,7 +64,17 @@ RULES: dict[str, Rule] = {
     "model.d_ff": whole(1),
     "model.num_layers": whole(1),
     "model.num_decoder_layers": whole(1),
-    "model.init_std": number("a number above 0", lambda v: 0 < v < float("inf")),
+    "model.init_std": POSITIVE,
+    "model.std.shared": or_null(POSITIVE),
+    "model.std.lm_head": or_null(POSITIVE),
+    "model.std.q": or_null(POSITIVE),
+    "model.std.k": or_null(POSITIVE),
+    "model.std.v": or_null(POSITIVE),
+    "model.std.o": or_null(POSITIVE),
+    "model.std.relative_attention_bias": or_null(POSITIVE),
+    "model.std.wi_0": or_null(POSITIVE),
+    "model.std.wi_1": or_null(POSITIVE),
+    "model.std.wo": or_null(POSITIVE),
     "data.source": choice("docstrings", "text", "hub"),
     "data.path": or_null(TEXT),
     "data.name": or_null(TEXT),
@@ -80,7 +91,7 @@ RULES: dict[str, Rule] = {
     "data.cache": TEXT,
     "optim.name": choice(*optim.OPTIMIZERS),
     "optim.rms_scale": or_null(choice(True, False, "init")),
-    "optim.base_lr": or_null(number("a number above 0", lambda v: 0 < v < float("inf"))),
+    "optim.base_lr": or_null(POSITIVE),
     "optim.batch_size": whole(1),
     "optim.total_steps": whole(1),
     "optim.warmup_steps": whole(0),

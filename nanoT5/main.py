@@ -168,7 +168,7 @@ def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> n
     if m.checkpoint_path:
         checkpoint.load_weights(t5, "model.checkpoint_path", Path(m.checkpoint_path))
     else:
-        distributions = model.initial_distributions(shape, m.init, m.init_std, m.init_distribution)
+        distributions = model.initial_distributions(shape, m.init, m.init_std, m.init_distribution, m.std)
         model.initialize(t5, distributions, cfg.seed)
     if m.blind_encoder:
         model.blind(t5)

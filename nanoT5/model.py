@@ -236,13 +236,13 @@ def t5_config(vocab_size: int, pad_id: int, eos_id: int, **shape) -> T5Config:
 
 
 def initial_distributions(
-    config: T5Config, init: str, init_std: float, init_distribution: str
+    config: T5Config, init: str, init_std: float, init_distribution: str, std: dict[str, float | None] | None = None
 ) -> dict[str, tuple[str, float]]:
     """Distribution ("normal" or "uniform") and standard deviation of every class of weight, by module name.
 
     init: "hf", the mixed initialization of Transformers' T5; "t5", that of T5's own code, whose head is smaller;
     "uniform", the same init_distribution of init_std for all; "small_embedding", T5's with embeddings of at most 1e-4,
-    which is RWKV's SmallInitEmb and goes with add_embedding_norm.
+    which is RWKV's SmallInitEmb and goes with add_embedding_norm. std: of single classes, where not None, instead.
     """
     d_model, inner = config.d_model, config.num_heads * config.d_kv
     mixed = {
@@ -261,7 +261,8 @@ def initial_distributions(
     t5 = hf | {"lm_head": ("normal", d_model**-0.5)}
     uniform = dict.fromkeys(mixed, (init_distribution, init_std))
     small_embedding = t5 | {"shared": ("uniform", 1e-4 / math.sqrt(3))}
-    return {"hf": hf, "t5": t5, "uniform": uniform, "small_embedding": small_embedding}[init]
+    table = {"hf": hf, "t5": t5, "uniform": uniform, "small_embedding": small_embedding}[init]
+    return {kind: (distribution, (std or {}).get(kind) or value) for kind, (distribution, value) in table.items()}
 
 
 @torch.no_grad()

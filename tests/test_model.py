@@ -125,6 +125,12 @@ def test_initializations(klass, init, distribution, expected, bounded):
     assert seen == set(expected)
 
 
+def test_the_deviation_of_single_classes():
+    config = model.t5_config(2000, 0, 1, **WIDE)
+    before, after = mixed(config), model.initial_distributions(config, "hf", 1.0, "normal", {"q": 0.5, "wo": None})
+    assert before.pop("q") == ("normal", MIXED["q"]) and after.pop("q") == ("normal", 0.5) and before == after
+
+
 @pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
 def test_small_embeddings_are_normed(klass):
     """The norm is where encoder and decoder look tokens up, and only there: a larger table changes nothing."""
