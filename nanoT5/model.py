@@ -257,7 +257,7 @@ def initial_distributions(
         "wi_1": d_model**-0.5,
         "wo": config.d_ff**-0.5,
     }
-    hf = {kind: ("normal", std) for kind, std in mixed.items()}
+    hf = {kind: ("normal", value) for kind, value in mixed.items()}
     t5 = hf | {"lm_head": ("normal", d_model**-0.5)}
     uniform = dict.fromkeys(mixed, (init_distribution, init_std))
     small_embedding = t5 | {"shared": ("uniform", 1e-4 / math.sqrt(3))}
