@@ -19,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from nanoT5 import UserError, curve, log, main  # noqa: E402
 
 CHOSEN = ROOT / "assets" / "hump" / "table.csv"  # where --quick finds its learning rates
+RUNNING = "running"  # folder of the runs that are being made
 SEEDS = (0, 1, 2)  # of the headline cells; the others have the first alone
 RATES = [float(f"{digit}e{exponent}") for exponent in range(-7, 3) for digit in (1, 3)]
 FIRST_RATES = {  # of an optimizer without and with RMS scaling
@@ -164,7 +166,7 @@ def conduct(plan, cells: list[Cell], jobs: int, overrides: list[str]) -> None:
             for slot in set(range(jobs)) - running.keys():
                 if waiting:
                     run = waiting.pop(0)
-                    running[slot] = run, start(run, overrides, jobs, slot if gpus else None)
+                    running[slot] = run, start(run, overrides, jobs, slot % gpus if gpus else None)
             if not running:
                 return
             while all(process.poll() is None for _, process in running.values()):
@@ -184,16 +186,17 @@ def conduct(plan, cells: list[Cell], jobs: int, overrides: list[str]) -> None:
     finally:
         for _, process in running.values():
             process.terminate()
+        for _, process in running.values():
+            process.wait()
 
 
 def aside(run: Run) -> Path:
-    """Where a run is made."""
-    return run.study / "running" / f"{run.cell.name}-{run.folder.name}"
+    """Where a run is made: never where one that a killed study left behind may still write."""
+    return run.study / RUNNING / f"{run.cell.name}-{run.folder.name}-{os.getpid()}"
 
 
 def start(run: Run, overrides: list[str], jobs: int, gpu: int | None) -> subprocess.Popen:
     folder = aside(run)
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // jobs))}
     if gpu is not None:
@@ -326,6 +329,7 @@ def command_line() -> None:
     if note.exists() and note.read_text() != given:
         raise UserError(f"--folder={study} holds a study with the overrides '{note.read_text()}': name another folder")
     note.write_text(given)
+    shutil.rmtree(study / RUNNING, ignore_errors=True)
     cells, plan = (HEADLINE, needed_at_chosen_rate) if arguments.quick else (GRID, needed)
     plan = functools.partial(plan, study)
     conduct(plan, cells, arguments.jobs or torch.cuda.device_count() or os.cpu_count(), arguments.overrides)
@@ -334,6 +338,7 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends its runs, as Ctrl-C does
     try:
         command_line()
     except UserError as error:

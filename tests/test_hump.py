@@ -4,7 +4,9 @@ import csv
 import importlib.util
 import json
 import math
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,27 @@ def test_a_run_that_diverges_does_not(quick, monkeypatch, capsys):
     monkeypatch.setattr(hump, "needed_at_chosen_rate", lambda study, cell: [hump.Run(study, cell, 3e38, 0)])
     quick("optim.warmup_steps=0", "optim.grad_clip=0", "optim.total_steps=50", "logging.every_steps=50")
     assert "seed 0: diverged" in capsys.readouterr().out
+
+
+def test_an_interrupted_study_ends_its_runs(tiny, tmp_path):
+    script = Path(hump.__file__)
+    study = tmp_path / "study"
+    command = [
+        sys.executable,
+        script,
+        f"--folder={study}",
+        "--jobs=1",
+        *tiny,
+        "optim.total_steps=1000000",
+        "logging.every_steps=1",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not any("train/loss" in path.read_text() for path in study.rglob("metrics.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "", err
+    (run,) = (study / "running").iterdir()
+    assert json.loads((run / "summary.json").read_text())["interrupted"]
