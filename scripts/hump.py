@@ -244,13 +244,15 @@ def report(cells: list[Cell], plan, study: Path) -> None:
         repeated = [run for run in runs if run.rate == rate and run.summary["eval/loss"] < math.inf]
         chosen += repeated
         losses = [run.summary["eval/loss"] for run in repeated]
-        shapes = [curve.shapes(curve.read(run.folder))["training"] for run in repeated]
+        logs = [curve.read(run.folder) for run in repeated]
+        shapes = [curve.shapes(events)["training"] for events in logs]
         rows.append(
             {
                 "cell": cell.name,
                 "rate": f"{rate:g}",
                 "plateau": ", ".join(f"{s['plateau']:.2f}" if s["plateau"] else "none" for s in shapes),
                 "escape": ", ".join(str(s["escape"] or "none") for s in shapes),
+                "alignment": ", ".join(f"{curve.alignment(events)[1][-1].max():.2f}" for events in logs),
                 "held-out loss": ", ".join(f"{loss:.3f}" for loss in losses),
                 "rates tried": ", ".join(f"{r:g}: {loss:.3f}" for r, loss in sorted(tried.items())),
             }
