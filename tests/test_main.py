@@ -69,7 +69,7 @@ def test_metrics(finished, tiny):
     last = training[-1]
     assert (last["train/input_tokens"], last["train/target_tokens"]) == (40 * 8 * 32, 40 * 8 * 8)
     assert last["train/loss"] < training[0]["train/loss"]
-    assert last["train/lr"] == optim.cosine(39, 4e-2, OmegaConf.load(finished / "config.yaml").optim)
+    assert last["train/lr"] == optim.cosine(39, 3e-2, OmegaConf.load(finished / "config.yaml").optim)
     weights = saved(finished, 40).values()
     assert last["train/weights_l2"] == pytest.approx(
         math.sqrt(sum((w.double() ** 2).sum().item() for w in weights)), rel=1e-5
@@ -450,7 +450,7 @@ def test_divergence_is_traced_to_its_step_and_the_last_good_checkpoint(tiny, tmp
     options = ["optim.total_steps=20", "checkpoint.every_steps=5", "logging.every_steps=20"]
     with pytest.raises(log.Diverged) as error:
         main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
-    rate = optim.cosine(6, 4e-2, OmegaConf.load(tmp_path / "config.yaml").optim)
+    rate = optim.cosine(6, 3e-2, OmegaConf.load(tmp_path / "config.yaml").optim)
     assert f"at step 7, learning rate {rate:.2e}" in str(error.value)
     assert str(error.value).endswith(f"{tmp_path}/checkpoints/step-5")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
