@@ -5,11 +5,11 @@ Ordinary training loses ever less that way. A hump is where it does not: the spe
 rises, the escape. In detail, with both loss and speed taken from a straight line fitted over 3/4 of a doubling:
 
   escape   the speed has risen halfway from a low to the peak after it, which is at least twice the low and 0.3 nats per
-           doubling above it. Of several the last one counts. A low above a ceiling, a loss that the run has yet to
-           get below, is not looked at
+           doubling above it. Of several the last one counts. Lows at losses above a ceiling are ignored
   plateau  the stretch before it in which the speed is below that halfway mark; its level is the mean loss of the last
            3/4 of a doubling
-  stuck    without an escape: the speed is below 0.1 at the end of the run; the plateau is the stretch for which it was
+  stuck    without an escape: the speed is below 0.1 at the end of the run; the plateau is the stretch for which it was.
+           A learning rate that goes to zero slows every run, so that this also describes one that has converged
   final    the mean loss of the last twentieth of the steps
 """
 
@@ -65,16 +65,18 @@ def describe(steps: list[int], losses: list[float], ceiling: float = math.inf) -
     peaks = np.flatnonzero((speed[1:] > speed[:-1]) & (speed[1:] >= following[1:])) + 1
     low_enough = np.flatnonzero(level <= ceiling)
     for peak in reversed(peaks):
-        before = low_enough[low_enough < peak]
+        higher = np.flatnonzero(speed[:peak] >= speed[peak]).max(
+            initial=-1
+        )  # a low before that belongs to another peak
+        before = low_enough[(low_enough > higher) & (low_enough < peak)]
         if not len(before):
             continue
         low = before[speed[before].argmin()]
         if speed[peak] < max(2 * speed[low], speed[low] + RISE):
             continue
         halfway = (speed[low] + speed[peak]) / 2
-        fast = np.flatnonzero(speed >= halfway)
-        end = fast[fast > low][0]
-        start = fast[fast < low].max(initial=-1) + 1
+        end = np.flatnonzero(speed[:peak] < halfway)[-1] + 1
+        start = np.flatnonzero(speed[:low] >= halfway).max(initial=-1) + 1
         shape["escape"] = round(at[end].item())
         end = max(end - WINDOW // 2, 0)  # the window that ends there
         break

@@ -167,9 +167,10 @@ class Documents:
     def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[tuple[Place, str]]:
         """(place, text) of one epoch from a place on.
 
-        Streams share out the rows of every file, to be of one size, which they also are with 16 files or more each.
+        Streams share out the rows of every file, to be of one size. Files that are not on this machine are read by one
+        stream only, where there are enough for the streams to be of about one size still.
         """
-        whole_files = len(self.files) >= 16 * self.streams
+        whole_files = "://" in self.files[0] and len(self.files) >= 16 * self.streams
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
         for position in range(file, len(self.files)):
             if whole_files and order[position] % self.streams != self.number:

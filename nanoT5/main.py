@@ -58,6 +58,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     progress = log.Progress()
     if cfg.checkpoint.resume:
         checkpoint.load(Path(cfg.checkpoint.resume), t5, optimizer, progress)
+        if cfg.model.blind_encoder:
+            model.blind(t5)  # the checkpoint may be of a run that saw
     if progress.step >= cfg.optim.total_steps:
         raise UserError(f"checkpoint.resume is at step {progress.step} already: raise optim.total_steps")
     batches = text.batches(progress.data)

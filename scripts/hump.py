@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanoT5 import UserError, curve, log, main  # noqa: E402
+from nanoT5 import UserError, config, curve, log, main  # noqa: E402
 
 CHOSEN = ROOT / "assets" / "hump" / "table.csv"  # where --quick finds its learning rates
 RUNNING = "running"  # folder of the runs that are being made
@@ -121,6 +121,8 @@ def tuning(study: Path, cell: Cell) -> list[Run]:
         if not all(run.summary for run in runs):
             return runs
         lowest = best(runs)
+        if lowest.summary["eval/loss"] == math.inf or rates[0] == RATES[0] or rates[-1] == RATES[-1]:
+            return runs
         if lowest is runs[0]:
             rates.insert(0, RATES[RATES.index(rates[0]) - 1])
         elif lowest is runs[-1]:
@@ -148,6 +150,8 @@ def needed_at_chosen_rate(study: Path, cell: Cell) -> list[Run]:
     if not CHOSEN.exists():
         raise UserError(f"{CHOSEN} is missing: run the whole study, or get the file from the repository")
     rates = {row["cell"]: float(row["rate"]) for row in csv.DictReader(CHOSEN.open())}
+    if cell.name not in rates:
+        raise UserError(f"{CHOSEN} has no rate for {cell.name}: run the whole study first")
     return [Run(study, cell, rates[cell.name], SEEDS[0])]
 
 
@@ -166,7 +170,7 @@ def conduct(plan, cells: list[Cell], jobs: int, overrides: list[str]) -> None:
             for slot in set(range(jobs)) - running.keys():
                 if waiting:
                     run = waiting.pop(0)
-                    running[slot] = run, start(run, overrides, jobs, slot % gpus if gpus else None)
+                    running[slot] = run, start(run, overrides, slot % gpus if gpus else None)
             if not running:
                 return
             while all(process.poll() is None for _, process in running.values()):
@@ -195,13 +199,14 @@ def aside(run: Run) -> Path:
     return run.study / RUNNING / f"{run.cell.name}-{run.folder.name}-{os.getpid()}"
 
 
-def start(run: Run, overrides: list[str], jobs: int, gpu: int | None) -> subprocess.Popen:
+def start(run: Run, overrides: list[str], gpu: int | None) -> subprocess.Popen:
     folder = aside(run)
     folder.mkdir(parents=True)
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // jobs))}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # sums in the same order however many runs there are at a time
     if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    command = [sys.executable, "-m", "nanoT5.main", *overrides, *run.overrides, f"hydra.run.dir={folder.resolve()}"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    command = [sys.executable, "-m", "nanoT5.main", *overrides, *run.overrides, f"hydra.run.dir='{folder.resolve()}'"]
     with (folder / "output.txt").open("w") as output:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -233,11 +238,12 @@ def describe(run: Run) -> str:
 
 
 def report(cells: list[Cell], plan, study: Path) -> None:
-    """table.csv, table.md and hump.png of the cells that are complete."""
+    """table.csv, table.md and hump.png of what is finished, at each cell's best learning rate so far."""
     rows, chosen = [], []
     for cell in cells:
-        runs = plan(cell)
-        if not runs or not all(run.summary for run in runs):
+        planned = plan(cell)
+        runs = [run for run in planned if run.summary]
+        if not runs:
             continue
         rate = best([run for run in runs if run.seed == SEEDS[0]]).rate
         tried = {run.rate: run.summary["eval/loss"] for run in runs if run.seed == SEEDS[0]}
@@ -255,6 +261,7 @@ def report(cells: list[Cell], plan, study: Path) -> None:
                 "alignment": ", ".join(f"{curve.alignment(events)[1][-1].max():.2f}" for events in logs),
                 "held-out loss": ", ".join(f"{loss:.3f}" for loss in losses),
                 "rates tried": ", ".join(f"{r:g}: {loss:.3f}" for r, loss in sorted(tried.items())),
+                "runs to go": len(planned) - len(runs),
             }
         )
     if not chosen:
@@ -263,7 +270,7 @@ def report(cells: list[Cell], plan, study: Path) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(str, row.values()) for row in rows)]
     (study / "table.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     draw(chosen, study / "hump.png")
 
@@ -313,19 +320,20 @@ def draw(runs: list[Run], path: Path) -> None:
 def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="of nanoT5.main, for every run")
-    parser.add_argument("--folder", type=Path, default=Path("logs/hump"), help="of the study (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="of the study (default: logs/hump, or logs/hump-quick)")
     parser.add_argument("--quick", action="store_true", help="the headline cells once, at the published study's rates")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each GPU, else for each CPU core)")
     parser.add_argument(
         "--plot", type=Path, nargs="+", metavar="FOLDER", help="draw the runs below, to plot.png; no runs"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.plot:
-        folders = sorted(path.parent for folder in arguments.plot for path in folder.rglob("metrics.jsonl"))
+        folders = sorted(path.parent for folder in arguments.plot for path in folder.rglob("summary.json"))
         if not folders:
-            raise UserError(f"--plot: no metrics.jsonl below {', '.join(map(str, arguments.plot))}")
+            raise UserError(f"--plot: no finished run below {', '.join(map(str, arguments.plot))}")
         return curve.draw(folders, Path("plot.png"))
-    study = arguments.folder
+    config.check(config.load([*arguments.overrides, *Run(Path(), GRID[0], 1.0, 0).overrides])[0])
+    study = arguments.folder or Path("logs/hump-quick" if arguments.quick else "logs/hump")
     study.mkdir(parents=True, exist_ok=True)
     given, note = " ".join(arguments.overrides), study / "overrides.txt"
     if note.exists() and note.read_text() != given:

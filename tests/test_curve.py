@@ -59,6 +59,12 @@ def test_the_last_of_two_humps_counts():
     assert shape["escape"] == pytest.approx(2000, rel=0.12) and shape["plateau"] == pytest.approx(4.8, abs=0.15)
 
 
+def test_the_last_of_two_humps_counts_also_where_its_plateau_slopes():
+    slope = np.interp(np.log2(STEPS), np.log2([700, 2000]), [0.0, 0.2])
+    losses = hump(STEPS, 500, level=6.0) + hump(STEPS, 2000, level=4.0) - 4.0 - slope
+    assert curve.describe(STEPS, list(losses))["escape"] == pytest.approx(2000, rel=0.12)
+
+
 def test_a_low_above_the_ceiling_does_not_count():
     """An exponential fall from a bad start, such as that of an untrained head, is slow at first against log(step)."""
     losses = list(4 + 60 * np.exp(-np.array(STEPS) / 300))

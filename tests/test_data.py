@@ -222,10 +222,10 @@ def test_streams_share_out_the_rows_of_every_file(tmp_path):
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_streams_share_out_many_files(tmp_path):
+def test_streams_share_out_many_remote_files(tmp_path):
     for i in range(33):
         (tmp_path / f"{i:02}.txt").write_text(f"{i}.0\n\n{i}.1")
-    files = sorted(map(str, tmp_path.iterdir()))
+    files = [f"file://{path}" for path in sorted(tmp_path.iterdir())]
     read = [[text.strip() for _, text in Documents(files, 0.0, 0, n, 2).read(0)] for n in range(2)]
     assert sorted(sum(read, [])) == sorted(f"{i}.{j}" for i in range(33) for j in range(2))
     assert [{int(text.split(".")[0]) % 2 for text in texts} for texts in read] == [{0}, {1}]

@@ -205,10 +205,10 @@ def test_every_parameter_is_in_one_group():
     "changes, lr, rms_scale",
     [
         ({}, 3e-2, True),
-        ({"name": "adamw"}, 2e-3, False),
+        ({"name": "adamw"}, 3e-3, False),
         ({"name": "adamw", "rms_scale": True, "base_lr": 1e-2}, 1e-2, True),
         ({"name": "adamw", "rms_scale": True}, 3e-2, True),
-        ({"rms_scale": False}, 2e-3, False),
+        ({"rms_scale": False}, 3e-3, False),
         ({"name": "lion"}, 2e-4, False),
         ({"name": "lion", "rms_scale": "init"}, 7.5e-4, "init"),
         ({"name": "sophia", "rms_scale": True}, 1e-3, True),
