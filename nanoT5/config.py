@@ -75,7 +75,7 @@ RULES: dict[str, Rule] = {
     "model.std.wi_0": or_null(POSITIVE),
     "model.std.wi_1": or_null(POSITIVE),
     "model.std.wo": or_null(POSITIVE),
-    "data.source": choice("docstrings", "text", "hub"),
+    "data.source": choice(*data.SOURCES),
     "data.path": or_null(TEXT),
     "data.name": or_null(TEXT),
     "data.config": or_null(TEXT),

@@ -65,9 +65,8 @@ def describe(steps: list[int], losses: list[float], ceiling: float = math.inf) -
     peaks = np.flatnonzero((speed[1:] > speed[:-1]) & (speed[1:] >= following[1:])) + 1
     low_enough = np.flatnonzero(level <= ceiling)
     for peak in reversed(peaks):
-        higher = np.flatnonzero(speed[:peak] >= speed[peak]).max(
-            initial=-1
-        )  # a low before that belongs to another peak
+        # a low before a higher speed belongs to another peak
+        higher = np.flatnonzero(speed[:peak] >= speed[peak]).max(initial=-1)
         before = low_enough[(low_enough > higher) & (low_enough < peak)]
         if not len(before):
             continue

@@ -319,18 +319,27 @@ class Data:
     target_length: int
     batches: Callable[..., Iterator[tuple[dict[str, torch.Tensor], dict]]]  # training_batches from a state
     evaluation: list[dict[str, torch.Tensor]]  # the held-out batches
-    unigram_entropy: float  # of the targets, in nats
+    in_order: Callable[[], Iterator[dict[str, torch.Tensor]]]  # batches_in_order of the training text
+
+    @functools.cached_property
+    def unigram_entropy(self) -> float:
+        """Of the targets, in nats; read from the text when it is first asked for."""
+        return unigram_entropy(self.in_order())
+
+
+# The corpus of a config's group data, by data.source; the second argument is its cache
+SOURCES: dict[str, Callable[..., Corpus]] = {
+    "docstrings": lambda data, cache: sources.docstrings(cache),
+    "text": lambda data, cache: sources.text(data.path),
+    "hub": lambda data, cache: sources.hub(data.name, data.config),
+}
 
 
 def build(cfg) -> Data:
     """The data of a run, from its whole config."""
     data = cfg.data
     cache = Path(data.cache).expanduser()
-    corpus = {
-        "docstrings": lambda: sources.docstrings(cache),
-        "text": lambda: sources.text(data.path),
-        "hub": lambda: sources.hub(data.name, data.config),
-    }[data.source]()
+    corpus = SOURCES[data.source](data, cache)
     has_split = corpus.held_out_files is not None
     training = {"files": corpus.files, "held_out": 0.0 if has_split else data.held_out}
     evaluation = {"files": corpus.held_out_files, "held_out": 1.0} if has_split else training
@@ -367,8 +376,8 @@ def build(cfg) -> Data:
             f"data.held_out={data.held_out} leaves fewer than {raw_length} tokens of this corpus "
             f"for evaluation: raise it, or give more documents (in a .txt file, blank lines separate them)"
         )
-    entropy = unigram_entropy(batches_in_order(chunker(1024, **training, seed=FIXED_SEED), corruption))
-    return Data(corpus, tokenizer, raw_length, target_length, batches, held_out_batches, entropy)
+    in_order = functools.partial(batches_in_order, chunker(1024, **training, seed=FIXED_SEED), corruption)
+    return Data(corpus, tokenizer, raw_length, target_length, batches, held_out_batches, in_order)
 
 
 def batches_in_order(chunker: Chunker, corruption: Callable) -> Iterator[dict[str, torch.Tensor]]:

@@ -37,7 +37,8 @@ def bench(overrides: list[str]) -> None:
         p.grad = torch.randn_like(p)
     print(f"{sum(p.numel() for p in params):,} parameters in {len(params)} tensors, on {device}")
     print(f"{'':10} {'ms a step':>10} {'RMS scaling':>12} {'single loop':>12}")
-    for name, klass in ((name, optim.OPTIMIZERS[name]) for name in ("adamw", "lion", "sophia", "adafactor")):
+    for name in ("adamw", "lion", "sophia", "adafactor"):
+        klass = optim.OPTIMIZERS[name]
         variants = {
             "plain": klass(params, rms_scale=False),
             "scaled": klass(params, rms_scale=True),
