@@ -62,8 +62,10 @@ class Alignment:
         self.targets += text.sum().item()
 
     def result(self) -> dict[str, list[list[float]]]:
-        """Means over target tokens, for each layer and head; zeros where no sequence has two spans."""
-        aligned, elsewhere = (self.sums / max(self.targets, 1)).unbind(1)
+        """Means over target tokens, for each layer and head; nothing where no sequence has two spans."""
+        if not self.targets:
+            return {}
+        aligned, elsewhere = (self.sums / self.targets).unbind(1)
         return {"eval/alignment": aligned.tolist(), "eval/alignment_chance": elsewhere.tolist()}
 
 

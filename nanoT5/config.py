@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
     "model.random_init": SWITCH,
     "model.checkpoint_path": or_null(TEXT),
     "model.compile": choice("auto", True, False),
-    "model.init": choice("hf", "t5", "uniform", "small_embedding"),
+    "model.init": choice(*model.INITIALIZATIONS),
     "model.init_distribution": choice("normal", "uniform"),
     "model.blind_encoder": SWITCH,
     "model.d_model": whole(1),
@@ -65,16 +65,7 @@ RULES: dict[str, Rule] = {
     "model.num_layers": whole(1),
     "model.num_decoder_layers": whole(1),
     "model.init_std": POSITIVE,
-    "model.std.shared": or_null(POSITIVE),
-    "model.std.lm_head": or_null(POSITIVE),
-    "model.std.q": or_null(POSITIVE),
-    "model.std.k": or_null(POSITIVE),
-    "model.std.v": or_null(POSITIVE),
-    "model.std.o": or_null(POSITIVE),
-    "model.std.relative_attention_bias": or_null(POSITIVE),
-    "model.std.wi_0": or_null(POSITIVE),
-    "model.std.wi_1": or_null(POSITIVE),
-    "model.std.wo": or_null(POSITIVE),
+    **{f"model.std.{kind}": or_null(POSITIVE) for kind in model.HF},
     "data.source": choice(*data.SOURCES),
     "data.path": or_null(TEXT),
     "data.name": or_null(TEXT),
@@ -141,9 +132,10 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
     for key, source, example in (
         ("path", "text", "a .txt or .jsonl file, or a quoted glob of them"),
         ("name", "hub", "a data set on the Hub"),
+        ("config", "hub", None),
     ):
         value = cfg.data[key]
-        if cfg.data.source == source and value is None:
+        if cfg.data.source == source and value is None and example:
             yield f"data.{key} is needed with data={source}: name {example}"
         if cfg.data.source != source and value is not None:
             yield f"data.{key}={value} has no part in data={cfg.data.source}: say data={source} too"
@@ -162,6 +154,8 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
         yield "model.checkpoint_path is needed with eval_only=true or model.random_init=false: name a checkpoint"
     if cfg.model.checkpoint_path is not None and not needs_weights:
         yield "model.checkpoint_path is not used while model.random_init=true: say model.random_init=false"
+    if needs_weights and (cfg.model.init in ("t5", "uniform") or any(cfg.model.std.values())):
+        yield "model.init and model.std have no part in weights from model.checkpoint_path: leave them out"
 
 
 def unknown(key: str) -> str:

@@ -4,8 +4,8 @@ A loss curve is looked at against the logarithm of the step; its speed is the na
 Ordinary training loses ever less that way. A hump is where it does not: the speed falls to a low, the plateau, and then
 rises, the escape. In detail, with both loss and speed taken from a straight line fitted over 3/4 of a doubling:
 
-  escape   the speed has risen halfway from a low to the peak after it, which is at least twice the low and 0.3 nats per
-           doubling above it. Of several the last one counts. Lows at losses above a ceiling are ignored
+  escape   the speed has risen halfway from a low to the peak after it, which is at least twice the low and 0.25 nats
+           per doubling above it. Of several the last one counts. Lows at losses above a ceiling are ignored
   plateau  the stretch before it in which the speed is below that halfway mark; its level is the mean loss of the last
            3/4 of a doubling
   stuck    without an escape: the speed is below 0.1 at the end of the run; the plateau is the stretch for which it was.
@@ -20,9 +20,12 @@ import math
 from pathlib import Path
 
 import numpy as np
+from omegaconf import OmegaConf
+
+from nanoT5 import config
 
 POINTS, WINDOW = 32, 24  # points a doubling, points that a line is fitted to
-RISE, STUCK = 0.3, 0.1  # nats a doubling
+RISE, STUCK = 0.25, 0.1  # nats a doubling
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's, told apart by everyone
 
 
@@ -37,11 +40,11 @@ def series(events: list[dict], key: str) -> tuple[list[int], list]:
     return [event["step"] for event in chosen], [event[key] for event in chosen]
 
 
-def alignment(events: list[dict]) -> tuple[list[int], np.ndarray]:
-    """(steps, (steps, heads): what each head's attention near its own span's sentinel has over chance)."""
+def alignment(events: list[dict]) -> tuple[list[int], list[np.ndarray]]:
+    """(steps, (heads,) for each: what every head's attention near its own span's sentinel has over chance)."""
     steps, shares = series(events, "eval/alignment")
-    difference = np.array(shares) - np.array(series(events, "eval/alignment_chance")[1])
-    return steps, difference.reshape(len(steps), -1)
+    chances = series(events, "eval/alignment_chance")[1]
+    return steps, [np.subtract(share, chance).ravel() for share, chance in zip(shares, chances)]
 
 
 def shapes(events: list[dict]) -> dict[str, dict]:
@@ -140,11 +143,12 @@ def draw(folders: list[Path], path: Path) -> None:
 
 def differences(folders: list[Path]) -> list[str]:
     """A label for each run: its folder's name, and what only some of the runs' configurations say."""
-    configs = [set((folder / "config.yaml").read_text().splitlines()) for folder in folders]
-    common = set.intersection(*configs)
-    return [
-        " ".join([folder.name, *map(str.strip, sorted(config - common))]) for folder, config in zip(folders, configs)
+    texts = [
+        {f"{key}={value}" for key, value in config.flat(OmegaConf.load(folder / "config.yaml")).items()}
+        for folder in folders
     ]
+    common = set.intersection(*texts)
+    return [" ".join([folder.name, *sorted(text - common)]) for folder, text in zip(folders, texts)]
 
 
 def loss_axes(axis) -> None:

@@ -1,6 +1,5 @@
 """What a run tells: log events to metrics.jsonl and to the terminal, the header, the summary."""
 
-import itertools
 import json
 import math
 import sys
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanoT5 import UserError
+from nanoT5 import UserError, curve
 from nanoT5.optim import Optimizer
 
 
@@ -104,12 +103,10 @@ class Log:
     def evaluation(self, event: dict) -> None:
         self.last_evaluation = event
         self.write(event)
-        heads = zip(itertools.chain(*event["eval/alignment"]), itertools.chain(*event["eval/alignment_chance"]))
-        share, chance = max(heads, key=lambda head: head[0] - head[1])
-        self.say(
-            f"held-out loss {event['eval/loss']:.3f}, accuracy {event['eval/accuracy']:.3f}, "
-            f"best head's alignment {share:.2f} (chance {chance:.2f})"
-        )
+        shown = f"held-out loss {event['eval/loss']:.3f}, accuracy {event['eval/accuracy']:.3f}"
+        for heads in curve.alignment([{"step": self.progress.step} | event])[1]:
+            shown += f", alignment {heads.mean():+.2f} over chance"
+        self.say(shown)
         self.since = time.perf_counter()  # tokens/s is that of training
 
     def close(self) -> None:

@@ -235,34 +235,43 @@ def t5_config(vocab_size: int, pad_id: int, eos_id: int, **shape) -> T5Config:
     )
 
 
+# Standard deviations, by the name of a weight's module, as functions of the config and of model.init_std
+HF = {
+    "shared": lambda c, std: 1.0,
+    "lm_head": lambda c, std: 1.0,
+    "q": lambda c, std: (c.d_model * c.d_kv) ** -0.5,  # stands in for the division by sqrt(d_kv) that T5 omits
+    "k": lambda c, std: c.d_model**-0.5,
+    "v": lambda c, std: c.d_model**-0.5,
+    "o": lambda c, std: (c.num_heads * c.d_kv) ** -0.5,
+    "relative_attention_bias": lambda c, std: c.d_model**-0.5,
+    "wi_0": lambda c, std: c.d_model**-0.5,
+    "wi_1": lambda c, std: c.d_model**-0.5,
+    "wo": lambda c, std: c.d_ff**-0.5,
+}
+T5_OWN = HF | {"lm_head": lambda c, std: c.d_model**-0.5}
+INITIALIZATIONS = {
+    "hf": HF,
+    "t5": T5_OWN,
+    "small_embedding": T5_OWN | {"shared": lambda c, std: SMALL / math.sqrt(3)},
+    "uniform": dict.fromkeys(HF, lambda c, std: std),
+}
+SMALL = 1e-4  # half width of RWKV's SmallInitEmb
+
+
 def initial_distributions(
     config: T5Config, init: str, init_std: float, init_distribution: str, std: dict[str, float | None] | None = None
 ) -> dict[str, tuple[str, float]]:
     """Distribution ("normal" or "uniform") and standard deviation of every class of weight, by module name.
 
     init: "hf", the mixed initialization of Transformers' T5; "t5", that of T5's own code, whose head is smaller;
-    "uniform", the same init_distribution of init_std for all; "small_embedding", T5's with embeddings of at most 1e-4,
-    which is RWKV's SmallInitEmb and goes with add_embedding_norm. std: of single classes, where not None, instead.
+    "uniform", init_std for all; "small_embedding", T5's with embeddings uniform within 1e-4, which is RWKV's
+    SmallInitEmb and goes with add_embedding_norm. std: of single classes, where not None, instead.
     """
-    d_model, inner = config.d_model, config.num_heads * config.d_kv
-    mixed = {
-        "shared": 1.0,
-        "lm_head": 1.0,
-        "q": (d_model * config.d_kv) ** -0.5,  # stands in for the division by sqrt(d_kv) that T5's attention omits
-        "k": d_model**-0.5,
-        "v": d_model**-0.5,
-        "o": inner**-0.5,
-        "relative_attention_bias": d_model**-0.5,
-        "wi_0": d_model**-0.5,
-        "wi_1": d_model**-0.5,
-        "wo": config.d_ff**-0.5,
-    }
-    hf = {kind: ("normal", value) for kind, value in mixed.items()}
-    t5 = hf | {"lm_head": ("normal", d_model**-0.5)}
-    uniform = dict.fromkeys(mixed, (init_distribution, init_std))
-    small_embedding = t5 | {"shared": ("uniform", 1e-4 / math.sqrt(3))}
-    table = {"hf": hf, "t5": t5, "uniform": uniform, "small_embedding": small_embedding}[init]
-    return {kind: (distribution, (std or {}).get(kind) or value) for kind, (distribution, value) in table.items()}
+    stds = {kind: (std or {}).get(kind) or rule(config, init_std) for kind, rule in INITIALIZATIONS[init].items()}
+    distributions = dict.fromkeys(stds, init_distribution)
+    if init == "small_embedding":
+        distributions["shared"] = "uniform"
+    return {kind: (distributions[kind], value) for kind, value in stds.items()}
 
 
 @torch.no_grad()
@@ -287,7 +296,11 @@ def initialize(model: nn.Module, distributions: dict[str, tuple[str, float]], se
 
 
 class NormedEmbedding(nn.Embedding):
-    """An embedding with a norm right after it, which lets it be tiny at the start: a step changes its direction."""
+    """An embedding with a norm right after it, which lets it be tiny at the start: a step changes its direction.
+
+    At 1e-4 the norm's epsilon is most of what it divides by, as it is in RWKV: the first embeddings come out of it with
+    an RMS of 0.06, and the more they grow the nearer that comes to 1.
+    """
 
     def __init__(self, config: T5Config):
         super().__init__(config.vocab_size, config.d_model)

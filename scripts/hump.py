@@ -14,6 +14,7 @@ runs that it interrupts, and the same command goes on.
 
 import argparse
 import csv
+import fcntl
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,9 +177,10 @@ def conduct(plan, cells: list[Cell], jobs: int, overrides: list[str]) -> None:
                 return
             while all(process.poll() is None for _, process in running.values()):
                 time.sleep(0.5)
-            for slot in [slot for slot, (_, process) in running.items() if process.poll() is not None]:
+            ended = [slot for slot, (_, process) in running.items() if process.poll() is not None]
+            for slot in sorted(ended, key=lambda slot: failed(running[slot][1])):  # which is an error, and comes last
                 run, process = running.pop(slot)
-                finish(run, process.returncode)
+                finish(run, process)
                 made += 1
                 runs = [run for cell in cells for run in plan(cell)]
                 left = sum(not run.summary for run in runs)
@@ -206,15 +209,20 @@ def start(run: Run, overrides: list[str], gpu: int | None) -> subprocess.Popen:
     if gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "nanoT5.main", *overrides, *run.overrides, f"hydra.run.dir='{folder.resolve()}'"]
     with (folder / "output.txt").open("w") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def finish(run: Run, status: int) -> None:
+def failed(process: subprocess.Popen) -> bool:
+    return process.returncode not in (0, main.DIVERGED)
+
+
+def finish(run: Run, process: subprocess.Popen) -> None:
     """Keep what the study needs, drop weights and checkpoints."""
     folder, kept = aside(run), ["config.yaml", "metrics.jsonl", "summary.json"]
-    if status not in (0, main.DIVERGED):
+    if failed(process):
         raise UserError(f"a run failed, and the study with it: see {folder / 'output.txt'}")
     for path in folder.iterdir():
         if path.is_dir():
@@ -240,6 +248,7 @@ def describe(run: Run) -> str:
 def report(cells: list[Cell], plan, study: Path) -> None:
     """table.csv, table.md and hump.png of what is finished, at each cell's best learning rate so far."""
     rows, chosen = [], []
+    alone = [run.summary["eval/loss"] for cell in cells if cell.blind for run in plan(cell) if run.summary]
     for cell in cells:
         planned = plan(cell)
         runs = [run for run in planned if run.summary]
@@ -258,7 +267,8 @@ def report(cells: list[Cell], plan, study: Path) -> None:
                 "rate": f"{rate:g}",
                 "plateau": ", ".join(f"{s['plateau']:.2f}" if s["plateau"] else "none" for s in shapes),
                 "escape": ", ".join(str(s["escape"] or "none") for s in shapes),
-                "alignment": ", ".join(f"{curve.alignment(events)[1][-1].max():.2f}" for events in logs),
+                "passes blind": ", ".join(passes(events, alone) for events in logs),
+                "alignment": ", ".join(f"{curve.alignment(events)[1][-1].mean():.2f}" for events in logs),
                 "held-out loss": ", ".join(f"{loss:.3f}" for loss in losses),
                 "rates tried": ", ".join(f"{r:g}: {loss:.3f}" for r, loss in sorted(tried.items())),
                 "runs to go": len(planned) - len(runs),
@@ -275,8 +285,14 @@ def report(cells: list[Cell], plan, study: Path) -> None:
     draw(chosen, study / "hump.png")
 
 
+def passes(events: list[dict], alone: list[float]) -> str:
+    """The step of the first evaluation below the loss that the decoder alone ends at, where that is known."""
+    below = (step for step, loss in zip(*curve.series(events, "eval/loss")) if loss < min(alone))
+    return str(next(below, "never")) if alone else "unknown"
+
+
 def draw(runs: list[Run], path: Path) -> None:
-    """Held-out loss over the best head's alignment, a column for each initialization, a line for each run."""
+    """Held-out loss over the heads' mean alignment, a column for each initialization, a line for each run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -300,7 +316,7 @@ def draw(runs: list[Run], path: Path) -> None:
                 losses.plot([], [], **style, label=label)
             if not run.cell.blind:
                 steps, heads = curve.alignment(events)
-                alignments.plot(steps, heads.max(axis=1), **style, linewidth=width)
+                alignments.plot(steps, [shares.mean() for shares in heads], **style, linewidth=width)
     entropy = curve.series(events, "data/unigram_entropy")[1][0]
     for init, (losses, alignments) in zip(inits, axes.T):
         losses.set_title(f"model.init={init}")
@@ -310,11 +326,24 @@ def draw(runs: list[Run], path: Path) -> None:
         curve.loss_axes(losses)
         losses.legend(fontsize="small")
     axes[0, 0].set_ylabel("held-out loss, nats per target token")
-    axes[1, 0].set_ylabel("attention near own sentinel\nless chance, best head")
+    axes[1, 0].set_ylabel("attention near own sentinel\nless chance, mean of heads")
     FigureCanvasAgg(figure).print_png(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(study: Path):
+    """For this process alone, as long as it lives."""
+    folder = os.open(study, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"--folder={study} is being worked on by another study: name another folder") from None
+    finally:
+        os.close(folder)
 
 
 def command_line() -> None:
@@ -322,7 +351,9 @@ def command_line() -> None:
     parser.add_argument("overrides", nargs="*", help="of nanoT5.main, for every run")
     parser.add_argument("--folder", type=Path, help="of the study (default: logs/hump, or logs/hump-quick)")
     parser.add_argument("--quick", action="store_true", help="the headline cells once, at the published study's rates")
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each GPU, else for each CPU core)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs at a time (default: one for each GPU, else for each CPU core)"
+    )
     parser.add_argument(
         "--plot", type=Path, nargs="+", metavar="FOLDER", help="draw the runs below, to plot.png; no runs"
     )
@@ -332,19 +363,28 @@ def command_line() -> None:
         if not folders:
             raise UserError(f"--plot: no finished run below {', '.join(map(str, arguments.plot))}")
         return curve.draw(folders, Path("plot.png"))
-    config.check(config.load([*arguments.overrides, *Run(Path(), GRID[0], 1.0, 0).overrides])[0])
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise UserError(f"--jobs={arguments.jobs}: it has to be a whole number from 1 up")
+    example = Run(Path(), GRID[0], 1.0, 0).overrides
+    for override in arguments.overrides:
+        if override.split("=")[0] in [own.split("=")[0] for own in example]:
+            raise UserError(f"{override}: the study sets this key itself")
+    config.check(config.load([*arguments.overrides, *example])[0])
     study = arguments.folder or Path("logs/hump-quick" if arguments.quick else "logs/hump")
     study.mkdir(parents=True, exist_ok=True)
-    given, note = " ".join(arguments.overrides), study / "overrides.txt"
-    if note.exists() and note.read_text() != given:
-        raise UserError(f"--folder={study} holds a study with the overrides '{note.read_text()}': name another folder")
-    note.write_text(given)
-    shutil.rmtree(study / RUNNING, ignore_errors=True)
-    cells, plan = (HEADLINE, needed_at_chosen_rate) if arguments.quick else (GRID, needed)
-    plan = functools.partial(plan, study)
-    conduct(plan, cells, arguments.jobs or torch.cuda.device_count() or os.cpu_count(), arguments.overrides)
-    report(cells, plan, study)
-    print(f"see {study / 'table.md'} and {study / 'hump.png'}")
+    with locked(study):
+        given, note = " ".join(arguments.overrides), study / "overrides.txt"
+        if note.exists() and note.read_text() != given:
+            raise UserError(
+                f"--folder={study} holds a study with the overrides '{note.read_text()}': name another folder"
+            )
+        note.write_text(given)
+        shutil.rmtree(study / RUNNING, ignore_errors=True)
+        cells, plan = (HEADLINE, needed_at_chosen_rate) if arguments.quick else (GRID, needed)
+        plan = functools.partial(plan, study)
+        conduct(plan, cells, arguments.jobs or torch.cuda.device_count() or os.cpu_count(), arguments.overrides)
+        report(cells, plan, study)
+        print(f"see {study / 'table.md'} and {study / 'hump.png'}")
 
 
 if __name__ == "__main__":

@@ -89,3 +89,7 @@ def test_a_sequence_with_a_single_span_has_no_chance_and_does_not_count(batch):
                 alignment.add(**each)
         results.append(alignment.result())
     assert results[0] == results[1]
+    with torch.no_grad(), Alignment(built, torch.tensor(SENTINELS)) as alignment:
+        built(**single)
+        alignment.add(**single)
+    assert alignment.result() == {}

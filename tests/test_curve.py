@@ -65,6 +65,15 @@ def test_the_last_of_two_humps_counts_also_where_its_plateau_slopes():
     assert curve.describe(STEPS, list(losses))["escape"] == pytest.approx(2000, rel=0.12)
 
 
+def test_a_slope_that_becomes_twice_as_steep_is_a_mild_escape():
+    """From 0.2 to 0.5 nats a doubling at step 800; a slope that becomes half as steep again is none."""
+    at = np.log2(STEPS)
+    for steeper, escape in ((0.5, 800), (0.3, None)):
+        losses = np.interp(at, np.log2([25, 200, 800, 1600]), [6.0, 4.2, 3.8, 3.8 - steeper])
+        found = curve.describe(STEPS, list(losses))["escape"]
+        assert found == (escape and pytest.approx(escape, rel=0.12))
+
+
 def test_a_low_above_the_ceiling_does_not_count():
     """An exponential fall from a bad start, such as that of an untrained head, is slow at first against log(step)."""
     losses = list(4 + 60 * np.exp(-np.array(STEPS) / 300))
@@ -75,6 +84,19 @@ def test_a_low_above_the_ceiling_does_not_count():
 def test_too_short_a_run():
     assert curve.describe([3], [5.0]) == {"plateau": None, "plateau_start": None, "escape": None, "final": 5.0}
     assert curve.describe([10, 12], [5.0, 4.0])["escape"] is None
+
+
+def test_runs_are_told_apart_by_the_keys_in_which_they_differ(tmp_path):
+    for name, text in {
+        "a": "seed: 0\nmodel:\n  std:\n    q: 1\n    k: null\n",
+        "b": "seed: 0\nmodel:\n  std:\n    k: 1\n    q: null\n",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
+    assert curve.differences([tmp_path / "a", tmp_path / "b"]) == [
+        "a model.std.k=None model.std.q=1",
+        "b model.std.k=1 model.std.q=None",
+    ]
 
 
 def test_a_whole_doubling_of_the_speed_is_nats_per_doubling():

@@ -1,9 +1,11 @@
 """The study's plan, and a small study run for real."""
 
 import csv
+import fcntl
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -124,10 +126,49 @@ def test_a_study_is_run_reported_drawn_and_gone_on_with(quick, capsys, monkeypat
         quick("optim.weight_decay=0.1")
 
 
-def test_a_run_that_fails_ends_the_study(quick, monkeypatch):
-    monkeypatch.setattr(hump, "HEADLINE", hump.HEADLINE[:1])
+def test_mistakes_are_refused_before_anything_runs(quick, tmp_path):
+    with pytest.raises(UserError, match="--jobs=0"):
+        quick("--jobs=0")
+    with pytest.raises(UserError, match="seed=3: the study sets this key itself"):
+        quick("seed=3")
+    study = tmp_path / "study"
+    assert not study.exists()
+    study.mkdir()
+    other = os.open(study, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another study"):
+        quick()
+    os.close(other)
+
+
+def test_where_a_curve_passes_the_decoder_alone():
+    events = [{"step": 0, "other": 1.0}, *({"step": 100 * i, "eval/loss": 5.0 - i} for i in range(1, 4))]
+    assert [hump.passes(events, alone) for alone in ([3.5], [3.5, 2.5], [1.0], [])] == [
+        "200",
+        "300",
+        "never",
+        "unknown",
+    ]
+
+
+def test_a_run_that_fails_ends_the_study_and_one_that_ended_with_it_is_kept(quick, monkeypatch, tmp_path):
+    monkeypatch.setattr(hump, "HEADLINE", hump.HEADLINE[:2])
+    start, poll = hump.start, subprocess.Popen.poll
+
+    def broken_first(run, overrides, gpu):
+        return start(run, [*overrides, *(["data.path=/nowhere"] if run.cell == hump.HEADLINE[0] else [])], gpu)
+
+    def poll_late(process):  # both have ended when the study looks
+        process.wait()
+        return poll(process)
+
+    monkeypatch.setattr(hump, "start", broken_first)
+    monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
     with pytest.raises(UserError, match="output.txt"):
-        quick("data.path=/nowhere")
+        quick()
+    assert [path.parent.parent.name for path in (tmp_path / "study").rglob("adamw*/*/summary.json")] == [
+        hump.HEADLINE[1].name
+    ]
 
 
 def test_a_run_that_diverges_does_not(quick, monkeypatch, capsys):

@@ -94,7 +94,7 @@ MIXED = {
     "init, distribution, expected, bounded",
     [
         ("hf", "normal", MIXED, set()),
-        ("t5", "uniform", MIXED | {"lm_head": 96**-0.5}, set()),
+        ("t5", "uniform", MIXED | {"lm_head": 96**-0.5}, set(MIXED)),
         ("uniform", "normal", dict.fromkeys(MIXED, 0.03), set()),
         ("uniform", "uniform", dict.fromkeys(MIXED, 0.03), set(MIXED)),
         ("small_embedding", "normal", MIXED | {"lm_head": 96**-0.5, "shared": 1e-4 / 3**0.5}, {"shared"}),
@@ -144,6 +144,10 @@ def test_small_embeddings_are_normed(klass):
         built.shared.weight.mul_(7)
     assert built(input_ids=ids, labels=ids).loss.item() == pytest.approx(before, rel=1e-5)
     assert sum("norm" in name and "shared" in name for name, _ in built.named_parameters()) == 1
+
+    model.initialize(built, model.initial_distributions(config, "small_embedding", 1.0, "normal"), seed=0)
+    first = built.shared(ids)  # of elements with a mean square of 1e-8 / 3 beside an epsilon of 1e-6
+    assert first.square().mean().item() == pytest.approx(1 / (1 + 300), rel=0.1)
 
 
 @pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
