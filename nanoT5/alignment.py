@@ -8,6 +8,7 @@ Shapes: B sequences, S input tokens, T target tokens, K spans, H heads.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,9 @@ class Alignment:
             for layer, attention in enumerate(attentions)
             for store, module in ((self.queries, attention.q), (self.keys, attention.k))
         ]
-        self.sums = torch.zeros(len(attentions), 2, self.t5.config.num_heads, dtype=torch.float64)
-        self.targets = 0
+        device = self.sentinel_ids.device
+        self.sums = torch.zeros(len(attentions), 2, self.t5.config.num_heads, dtype=torch.float64, device=device)
+        self.targets = torch.zeros((), dtype=torch.float64, device=device)
         return self
 
     def __exit__(self, *_):
@@ -58,14 +60,18 @@ class Alignment:
             aligned = (share * own).sum(-1)
             elsewhere = (share.sum(-1) - aligned) / others[:, None].clamp(min=1)
             for i, value in enumerate((aligned, elsewhere)):
-                self.sums[layer, i] += (value * text[:, None]).sum(dim=(0, 2), dtype=torch.float64).cpu()
-        self.targets += text.sum().item()
+                self.sums[layer, i] += (value * text[:, None]).sum(dim=(0, 2), dtype=torch.float64)
+        self.targets += text.sum()
 
-    def result(self) -> dict[str, list[list[float]]]:
-        """Means over target tokens, for each layer and head; nothing where no sequence has two spans."""
-        if not self.targets:
+    def result(self, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, list[list[float]]]:
+        """Means over target tokens, for each layer and head; nothing where no sequence has two spans.
+
+        reduce: adds up the sums of all processes.
+        """
+        sums, targets = reduce(self.sums), reduce(self.targets)
+        if not targets:
             return {}
-        aligned, elsewhere = (self.sums / self.targets).unbind(1)
+        aligned, elsewhere = (sums / targets).unbind(1)
         return {"eval/alignment": aligned.tolist(), "eval/alignment_chance": elsewhere.tolist()}
 
 

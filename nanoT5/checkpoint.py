@@ -1,22 +1,51 @@
-"""Weights to and from disk: checkpoints to go on from, and the export in Transformers' format."""
+"""Weights to and from disk: checkpoints to go on from, and the export in Transformers' format.
 
+A checkpoint is a folder `step-N` with weights and optimizer state in safetensors and all else in state.json, which also
+has the hash of either file. It is written aside and then moved, so that a process killed at any moment leaves none that
+is not whole; one that was damaged later is noticed, and the one before it used. Under FSDP the tensors are put together
+for the file and cut up again by whoever reads it, so that any number of processes can go on from it.
+"""
+
+import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from nanoT5 import UserError
+from nanoT5 import UserError, config
 from nanoT5.log import Progress
 from nanoT5.optim import Optimizer
+
+TENSORS = ("model.safetensors", "optimizer.safetensors")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """With the shards of all processes, each of which has to call this."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+
+
+def sharded_as(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """On the parameter's device, and cut up as it is; a tensor of another shape is kept whole by every process."""
+    if not isinstance(parameter, DTensor):
+        return tensor.to(parameter.device)
+    placements = parameter.placements if tensor.shape == parameter.shape else [Replicate()]
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, placements, src_data_rank=None)
 
 
 def weights(t5: nn.Module) -> dict[str, Tensor]:
     """The state dict without the embedding's two other names."""
-    return {name: tensor.contiguous() for name, tensor in t5.state_dict().items() if "embed_tokens" not in name}
+    return {name: whole(tensor) for name, tensor in t5.state_dict().items() if "embed_tokens" not in name}
 
 
+@torch.no_grad()
 def load_weights(t5: nn.Module, key: str, path: Path) -> None:
     """From a checkpoint or exported model folder, or from a .safetensors file; key is the config's, for complaints."""
     file = path / "model.safetensors" if path.is_dir() else path
@@ -26,7 +55,7 @@ def load_weights(t5: nn.Module, key: str, path: Path) -> None:
         raise UserError(
             f"{key}={path} cannot be read as weights ({error}): name a checkpoint, model or .safetensors file"
         ) from None
-    expected = weights(t5)
+    expected = {name: p for name, p in t5.state_dict().items() if "embed_tokens" not in name}
     for name in sorted(expected.keys() | loaded.keys()):
         there, here = (list(w[name].shape) if name in w else "absent" for w in (loaded, expected))
         if there != here and "embed_tokens" not in name:
@@ -34,56 +63,144 @@ def load_weights(t5: nn.Module, key: str, path: Path) -> None:
                 f"{key}={path} does not fit the model: {name} is {there} there, {here} here "
                 "(see data.tokenizer, model.init)"
             )
-    t5.load_state_dict(loaded, strict=False)
+    for name, parameter in expected.items():
+        parameter.copy_(sharded_as(loaded[name], parameter))
 
 
-def save(folder: Path, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> Path:
-    """Written aside and then moved, so that a folder called step-N is always whole."""
-    final = folder / f"step-{progress.step}"
-    aside = folder / f".writing-{progress.step}"
-    aside.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(weights(t5), aside / "model.safetensors")
-    safetensors.torch.save_file(optimizer_tensors(t5, optimizer), aside / "optimizer.safetensors")
-    state = asdict(progress) | {"optimizer_steps": [group["steps"] for group in optimizer.param_groups]}
-    (aside / "state.json").write_text(json.dumps(state))
-    aside.rename(final)
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def save(
+    folder: Path, t5: nn.Module, optimizer: Optimizer, state: dict, keep: int | None, is_main_process: bool
+) -> Path:
+    """Write folder/step-N and drop all but the newest `keep`; every process has to call it, and one writes."""
+    tensors = dict(zip(TENSORS, (weights(t5), optimizer_tensors(t5, optimizer))))
+    final = folder / f"step-{state['step']}"
+    if not is_main_process:
+        return final
+    aside = folder / f".writing-{state['step']}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for name, group in tensors.items():
+            safetensors.torch.save_file(group, aside / name)
+        hashes = {name: sha256(aside / name) for name in TENSORS}
+        state |= {"sha256": hashes, "optimizer_steps": [group["steps"] for group in optimizer.param_groups]}
+        (aside / "state.json").write_text(json.dumps(state))
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one, or one that a resumed run passes again
+        aside.rename(final)
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        before = found(folder)
+        raise UserError(
+            f"the checkpoint of step {state['step']} could not be written ({error}): make room in {folder}, and the "
+            f"same command goes on from {before[0] if before else 'the start'}"
+        ) from None
+    for old in found(folder)[keep:] if keep else ():
+        shutil.rmtree(old)
     return final
 
 
 def optimizer_tensors(t5: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return {
-        f"{name}/{key}": tensor
+        f"{name}/{key}": whole(tensor)
         for name, parameter in t5.named_parameters()
         for key, tensor in optimizer.state[parameter].items()
     }
 
 
-def load(path: Path, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
-    if not (path / "state.json").is_file() or not (path / "optimizer.safetensors").is_file():
-        raise UserError(f"checkpoint.resume={path} is not a checkpoint: name a run's checkpoints/step-N folder")
+def sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def intact(path: Path) -> dict | None:
+    """The state of a checkpoint of which nothing is missing or changed."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        return state if all(sha256(path / name) == state["sha256"][name] for name in TENSORS) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def choose(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest intact checkpoint of a run folder; None where there is none at all."""
+    paths = found(folder / "checkpoints")
+    for path in paths:
+        if intact(path):
+            return path
+        say(f"{path} is damaged")
+    if paths:
+        raise UserError(f"no checkpoint in {folder} is whole: name another folder, or remove {folder / 'checkpoints'}")
+    return None
+
+
+def load(path: Path, cfg: DictConfig, origin: dict, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
+    """Weights, optimizer state and progress of a checkpoint, after a comparison of its configuration with this one."""
+    state = intact(path)
+    if state is None:
+        raise UserError(f"checkpoint.resume={path} is not a whole checkpoint: name a run's folder or its step-N")
+    before, now = state.pop("config"), config.flat(cfg)
+    differences = [f"{key}={before.get(key)} there, {now.get(key)} here" for key in now if before.get(key) != now[key]]
+    fatal = [text for text in differences if config.decides(text.split("=")[0])]
+    same_data = state.pop("origin") == origin
+    if not same_data and not fatal:
+        fatal = ["the text or the tokenizer is another one"]
+    if fatal and not cfg.checkpoint.force:
+        raise UserError(
+            f"checkpoint.resume: {path} was made with another configuration ({'; '.join(fatal)}): "
+            "name another run folder, or say checkpoint.force=true to go on all the same"
+        )
+    for text in differences:
+        if not config.is_free(text.split("=")[0]):
+            print(f"since {path}: {text}", flush=True)
     load_weights(t5, "checkpoint.resume", path)
-    state = json.loads((path / "state.json").read_text())
-    for group, steps in zip(optimizer.param_groups, state.pop("optimizer_steps")):
-        group["steps"] = steps
+    if not same_data:
+        state["data"] = None
+    steps = state.pop("optimizer_steps")
+    if not any(text.startswith(("optim.name", "optim.rms_scale")) for text in fatal):
+        load_optimizer(path, steps, t5, optimizer)
+    for key, value in state.items():
+        if key in asdict(progress):
+            setattr(progress, key, value)
+
+
+def load_optimizer(path: Path, steps: list[int], t5: nn.Module, optimizer: Optimizer) -> None:
+    for group, count in zip(optimizer.param_groups, steps):
+        group["steps"] = count
     parameters = dict(t5.named_parameters())
     for name, tensor in safetensors.torch.load_file(path / "optimizer.safetensors").items():
-        parameter, key = name.split("/")
-        optimizer.state[parameters[parameter]][key] = tensor.to(parameters[parameter].device)
-    for key, value in state.items():
-        setattr(progress, key, value)
+        name, key = name.split("/")
+        optimizer.state[parameters[name]][key] = sharded_as(tensor, parameters[name])
 
 
-def export(folder: Path, t5: nn.Module, shape, tokenizer) -> None:
+# ---------------------------------------------------------------------------------------------------------------------
+# Export
+
+
+def export(folder: Path, t5: nn.Module, shape, tokenizer, is_main_process: bool) -> None:
     """The trained model as transformers.AutoModelForSeq2SeqLM loads it, and its tokenizer as AutoTokenizer does."""
     from transformers import GenerationConfig
 
+    tensors = weights(t5)
+    if not is_main_process:
+        return
     shape.architectures = ["T5ForConditionalGeneration"]
     shape.tie_word_embeddings = False  # Transformers 5 sets it to True whatever one asks for
     shape.save_pretrained(folder)
     GenerationConfig.from_model_config(shape).save_pretrained(folder)
-    tensors = weights(t5)
     if "shared.norm.weight" in tensors:  # Transformers has no such norm, but one that only sees an embedding is a table
-        del tensors["shared.norm.weight"]
-        tensors["shared.weight"] = t5.shared.norm(tensors["shared.weight"])
+        scale = tensors.pop("shared.norm.weight")
+        tensors["shared.weight"] = F.rms_norm(tensors["shared.weight"], scale.shape, scale, t5.shared.norm.eps)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save(folder)

@@ -8,10 +8,10 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nanoT5 import UserError, data, model, optim
+from nanoT5 import UserError, data, model, optim, sources
 
 FOLDER = Path(__file__).parent.parent / "configs"
 
@@ -48,6 +48,7 @@ RULES: dict[str, Rule] = {
     "seed": whole(0, 2**31 - 1),
     "device": choice("auto", "cpu", "gpu"),
     "precision": choice("auto", "bf16", "fp32"),
+    "parallel": choice("auto", "ddp", "fsdp2"),
     "eval_only": SWITCH,
     "tag": TEXT,
     "model.klass": choice(*model.CLASSES),
@@ -66,10 +67,14 @@ RULES: dict[str, Rule] = {
     "model.num_decoder_layers": whole(1),
     "model.init_std": POSITIVE,
     **{f"model.std.{kind}": or_null(POSITIVE) for kind in model.HF},
-    "data.source": choice(*data.SOURCES),
+    "data.source": choice(*sources.SOURCES, "mixture"),
     "data.path": or_null(TEXT),
     "data.name": or_null(TEXT),
     "data.config": or_null(TEXT),
+    "data.text_column": TEXT,
+    "data.txt_document": choice("paragraph", "file"),
+    "data.mixture": or_null(("a list of sources", lambda v: isinstance(v, list) and v != [])),
+    "data.on_error": choice("skip", "raise"),
     "data.tokenizer": or_null(TEXT),
     "data.vocab_size": whole(16),
     "data.input_length": whole(2),
@@ -91,11 +96,14 @@ RULES: dict[str, Rule] = {
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.grad_clip": NOT_NEGATIVE,
     "optim.grad_acc": whole(1),
+    "optim.max_bad_steps": whole(1),
     "eval.every_steps": whole(1),
     "eval.steps": whole(1),
     "eval.batch_size": whole(1),
     "checkpoint.every_steps": whole(1),
-    "checkpoint.resume": or_null(TEXT),
+    "checkpoint.keep": or_null(whole(1)),
+    "checkpoint.resume": TEXT,
+    "checkpoint.force": SWITCH,
     "logging.every_steps": whole(1),
 }
 
@@ -107,8 +115,23 @@ def flat(cfg: DictConfig) -> dict[str, object]:
         if isinstance(value, DictConfig):
             values |= {f"{key}.{inner}": v for inner, v in flat(value).items()}
         else:
-            values[key] = value
+            values[key] = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
     return values
+
+
+# Keys in which a checkpoint and the run that goes on from it may differ; of the others, those that decide what is
+# trained, and on what, may not
+FREE = ("device", "parallel", "tag", "eval.", "checkpoint.", "logging.", "optim.total_steps", "optim.max_bad_steps")
+FREE += ("data.num_workers", "data.cache", "model.compile", "model.checkpoint_path", "model.random_init")
+DECIDING = ("seed", "model.", "data.", "optim.name", "optim.rms_scale")
+
+
+def is_free(key: str) -> bool:
+    return key.startswith(FREE)
+
+
+def decides(key: str) -> bool:
+    return key.startswith(DECIDING) and not is_free(key)
 
 
 def check(cfg: DictConfig) -> None:
@@ -129,16 +152,11 @@ def check(cfg: DictConfig) -> None:
 def contradictions(cfg: DictConfig) -> Iterator[str]:
     """What is wrong with keys that are each right."""
     o = cfg.optim
-    for key, source, example in (
-        ("path", "text", "a .txt or .jsonl file, or a quoted glob of them"),
-        ("name", "hub", "a data set on the Hub"),
-        ("config", "hub", None),
-    ):
-        value = cfg.data[key]
-        if cfg.data.source == source and value is None and example:
-            yield f"data.{key} is needed with data={source}: name {example}"
-        if cfg.data.source != source and value is not None:
-            yield f"data.{key}={value} has no part in data={cfg.data.source}: say data={source} too"
+    yield from misplaced(cfg.data, "data.")
+    if (cfg.data.source == "mixture") != (cfg.data.mixture is not None):
+        yield f"data.mixture and data=mixture need each other: data.mixture='[{PART_EXAMPLE},...]'"
+    for i, part in enumerate(OmegaConf.to_container(cfg.data.mixture or OmegaConf.create([]))):
+        yield from faults_of_part(part, f"data.mixture[{i}]")
     if o.batch_size % o.grad_acc:
         yield f"optim.batch_size={o.batch_size} is not divisible by optim.grad_acc={o.grad_acc}: change one of them"
     if o.warmup_steps >= o.total_steps and o.lr_scheduler == "cosine":
@@ -156,6 +174,39 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
         yield "model.checkpoint_path is not used while model.random_init=true: say model.random_init=false"
     if needs_weights and (cfg.model.init in ("t5", "uniform") or any(cfg.model.std.values())):
         yield "model.init and model.std have no part in weights from model.checkpoint_path: leave them out"
+
+
+NEEDED = {  # keys of data that only some sources take, and what to name there where it is needed
+    "path": {"text": "a .txt, .jsonl or .parquet file, a folder or a quoted glob", "saved": "a folder"},
+    "name": {"hub": "a data set on the Hub"},
+    "config": {"hub": None},
+}
+
+
+PART_EXAMPLE = "{source:text,path:a.txt,weight:2}"
+
+
+def faults_of_part(part: object, where: str) -> Iterator[str]:
+    """What is wrong with a source of a mixture."""
+    rules = {key: RULES[f"data.{key}"] for key in data.PART} | {"weight": POSITIVE}
+    if not isinstance(part, dict) or part.get("source") not in sources.SOURCES:
+        yield f"{where}={part}: it has to name a source ({', '.join(sources.SOURCES)}), such as {PART_EXAMPLE}"
+        return
+    for key, value in part.items():
+        if key not in rules:
+            yield f"{where}.{key} is not a key: there are {', '.join(rules)}"
+        elif not rules[key][1](value):
+            yield f"{where}.{key}={value}: it has to be {rules[key][0]}"
+    yield from misplaced(dict.fromkeys(data.PART) | part, f"{where}.")
+
+
+def misplaced(part, prefix: str) -> Iterator[str]:
+    """What a source lacks, or cannot use."""
+    for key, takers in NEEDED.items():
+        if takers.get(part["source"]) and part[key] is None:
+            yield f"{prefix}{key} is needed with source {part['source']}: name {takers[part['source']]}"
+        if part["source"] not in takers and part[key] is not None:
+            yield f"{prefix}{key}={part[key]} has no part in data={part['source']}: say data={next(iter(takers))} too"
 
 
 def unknown(key: str) -> str:

@@ -17,13 +17,15 @@ import functools
 import hashlib
 import itertools
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from nanoT5 import UserError, sources
@@ -32,6 +34,15 @@ from nanoT5.sources import Corpus
 from nanoT5.tokenizer import SENTINELS, Tokenizer
 
 FIXED_SEED = 0  # of what does not follow the run's seed: the tokenizer's sample and the evaluation batches
+DRAWS = 2**32  # added to a seed where it draws sources, so that it does not draw a sample's spans with the same numbers
+PART = (
+    "source",
+    "path",
+    "name",
+    "config",
+    "text_column",
+    "txt_document",
+)  # the keys of data that say what a source reads
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Span corruption: Raffel et al. 2020, section 3.1.4, and t5.data.preprocessors of T5's code
@@ -153,37 +164,75 @@ def is_held_out(text: str, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
 
 
+class Document(NamedTuple):
+    place: Place
+    text: str
+    counts: Counter  # of what was read since the document before, this one included
+    faults: list[str]  # what was wrong with it, in words
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of stream number `number` of `streams`: either those for training or those held out."""
 
-    files: list[str]
-    held_out: float  # share of documents kept for evaluation, from none (0) to all (1)
+    corpus: Corpus
+    held_out: float  # share of documents kept for evaluation where the corpus has no files for it
     seed: int  # of the order of the files
     number: int = 0
     streams: int = 1
     evaluation: bool = False
+    on_error: str = "skip"  # or "raise"
 
-    def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[tuple[Place, str]]:
-        """(place, text) of one epoch from a place on.
+    def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[Document]:
+        """One epoch from a place on; a last one without text has the counts of what followed the last with text.
 
         Streams share out the rows of every file, to be of one size. Files that are not on this machine are read by one
         stream only, where there are enough for the streams to be of about one size still.
         """
-        whole_files = "://" in self.files[0] and len(self.files) >= 16 * self.streams
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.files))
-        for position in range(file, len(self.files)):
+        split = self.corpus.held_out_files
+        files = split if self.evaluation and split else self.corpus.files
+        share = 1.0 if self.evaluation and split else 0.0 if split else self.held_out
+        whole_files = "://" in files[0] and len(files) >= 16 * self.streams
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(files))
+        counts, faults = Counter(), []
+        for position in range(file, len(files)):
             if whole_files and order[position] % self.streams != self.number:
                 continue
-            path, first = self.files[order[position]], row if position == file else 0
+            path, first = files[order[position]], row if position == file else 0
             shift = self.number - order[position]  # else stream 0 would get all files of a single row
 
             def wanted(r: int, first=first, shift=shift) -> bool:
                 return r >= first and (whole_files or (r - shift) % self.streams == 0)
 
-            for r, text in sources.reader(path)(path, wanted):
-                if text.strip() and is_held_out(text, self.held_out) == self.evaluation:
-                    yield Place(epoch, position, r), text
+            for r, text, fault in self.corpus.read(path, wanted):
+                if fault:
+                    if fault != sources.EMPTY:
+                        faults.append(f"{path}, {sources.FORMATS[sources.ending(path)][2]} {r + 1}: {fault}")
+                        if self.on_error == "raise":
+                            raise UserError(f"{faults[-1]} (data.on_error=raise)")
+                    counts[fault] += 1
+                if not text:
+                    counts["documents_skipped"] += 1
+                elif is_held_out(text, share) != self.evaluation:
+                    counts["documents_held_out"] += 1
+                else:
+                    counts["documents"] += 1
+                    yield Document(Place(epoch, position, r), text, counts, faults)
+                    counts, faults = Counter(), []
+        yield Document(Place(epoch, len(files)), "", counts, faults)
+
+
+@dataclass
+class Reading:
+    """What was read for a block of chunks."""
+
+    counts: Counter = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def __iadd__(self, other):
+        self.counts.update(other.counts)
+        self.faults += other.faults
+        return self
 
 
 @dataclass(frozen=True)
@@ -196,40 +245,57 @@ class Chunker:
     raw_length: int
     block: int  # chunks that are shuffled together
 
-    def epoch(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """(place, int32 (up to block, raw_length)) in the order of the text, without an epoch's last few tokens."""
+    def epoch(self, start: Place) -> Iterator[tuple[Place, np.ndarray, Reading]]:
+        """(place, int32 (up to block, raw_length), what was read for it) in the order of the text.
+
+        The last block is empty: its reading has the documents after the last chunk, and the tokens left of an epoch.
+        """
         documents = self.documents.read(start.epoch, start.file, start.row)
         # documents not yet cut up; `skip` tokens of the first one are gone
-        pending: deque[tuple[Place, np.ndarray]] = deque()
+        pending: deque[tuple[Document, np.ndarray]] = deque()
         skip, tokens, wanted = start.skip, -start.skip, self.block * self.raw_length
         while True:
             while tokens < wanted and (group := list(itertools.islice(documents, 64))):
-                for (place, _), ids in zip(group, self.encode([text for _, text in group])):
-                    pending.append((place, np.array([*ids, self.eos_id], dtype=np.int32)))
-                    tokens += len(ids) + 1
+                for document, ids in zip(group, self.encode([document.text for document in group])):
+                    ids = np.array([*ids, self.eos_id] if document.text else [], dtype=np.int32)
+                    document.counts["tokens"] += len(ids)
+                    pending.append((document, ids))
+                    tokens += len(ids)
             chunks = min(tokens // self.raw_length, self.block)
-            if chunks < 1:
-                return
             end = skip + chunks * self.raw_length
             ids = np.concatenate([ids for _, ids in pending])[skip:end]
-            yield replace(pending[0][0], skip=skip), ids.reshape(chunks, self.raw_length)
+            place, reading = replace(pending[0][0].place, skip=skip), Reading()
+            begun = 0  # tokens before a document
+            for i, (document, its) in enumerate(pending):
+                if begun >= end and chunks:
+                    break
+                if i or not skip:  # else it was counted with the block in which it begins
+                    reading += document
+                begun += len(its)
+            if not chunks:
+                reading.counts["tokens_dropped"] += tokens
+                yield place, np.empty((0, self.raw_length), dtype=np.int32), reading
+                return
+            yield place, ids.reshape(chunks, self.raw_length), reading
             tokens -= chunks * self.raw_length
-            while pending and len(pending[0][1]) <= end:
+            while end and len(pending[0][1]) <= end:
                 end -= len(pending.popleft()[1])
             skip = end
 
-    def shuffled(self, start: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """(place after it, chunk int32 (raw_length,)) without end, permuted within each block."""
+    def shuffled(self, start: Place) -> Iterator[tuple[Place, np.ndarray, Reading]]:
+        """(place after it, chunk int32 (raw_length,), what was read for it) without end, permuted within each block."""
         seed, number = self.documents.seed, self.documents.number
-        epoch_start, empty = replace(start, used=0), False
+        epoch_start, empty, reading = replace(start, used=0), False, Reading()
         while not empty:
             empty = True
-            for place, block in self.epoch(epoch_start):
+            for place, block, more in self.epoch(epoch_start):
+                reading += more
                 order = np.random.default_rng([seed, number, *astuple(place)]).permutation(len(block))
                 used = start.used if place == replace(start, used=0) else 0
                 for i in range(used, len(block)):
-                    yield replace(place, used=i + 1), block[order[i]]
-                empty = False
+                    yield replace(place, used=i + 1), block[order[i]], reading if i == 0 else Reading()
+                if len(block):
+                    empty, reading = False, Reading()
             epoch_start = Place(epoch_start.epoch + 1)
         raise UserError(
             f"the corpus is too small: stream {number + 1} of {self.documents.streams} has fewer than "
@@ -241,31 +307,51 @@ class Chunker:
 # Batches
 
 
-class Parts(IterableDataset):
-    """Without end, a worker's share of each batch: sample numbers (B,), input_ids, labels, places of its streams."""
+@dataclass(frozen=True)
+class Mixture:
+    """One stream of every source, and how often a sample comes from each."""
 
-    def __init__(self, streams: list[Chunker], batch_size: int, corruption: Callable, state: dict):
-        self.streams, self.batch_size, self.corruption, self.state = streams, batch_size, corruption, state
+    chunkers: list[Chunker]
+    weights: list[float]
+
+    def draw(self, seed: int, index: np.ndarray) -> np.ndarray:
+        """The source of every sample, int (B,), a function of the seed and of the sample's number alone."""
+        share = random_bits(seed + DRAWS, index, 1)[:, 0] / 2.0**64
+        return np.searchsorted(np.cumsum(self.weights) / sum(self.weights), share, side="right")
+
+
+class Parts(IterableDataset):
+    """Without end, a worker's share of a process's share of each batch.
+
+    That is sample numbers (B,), input_ids, labels, places of its streams in every source, what was read for them.
+    """
+
+    def __init__(self, streams: dict[int, Mixture], batch_size: int, corruption: Callable, seed: int, state: dict):
+        self.streams, self.batch_size, self.corruption, self.seed, self.state = (
+            *(streams, batch_size, corruption, seed, state),
+        )
 
     def __iter__(self):
         worker = get_worker_info()
-        mine = range(worker.id, len(self.streams), worker.num_workers) if worker else range(len(self.streams))
-        chunks = {s: self.streams[s].shuffled(Place(*self.state["places"][s])) for s in mine}
+        mine = list(self.streams)[worker.id :: worker.num_workers] if worker else list(self.streams)
+        total = len(self.state["places"])
+        places = {s: [Place(*place) for place in self.state["places"][s]] for s in mine}
+        chunks = {s: [c.shuffled(p) for c, p in zip(self.streams[s].chunkers, places[s])] for s in mine}
+        mixture = next(iter(self.streams.values()))
         for first in itertools.count(self.state["samples"], self.batch_size):
-            samples = [n for n in range(first, first + self.batch_size) if n % len(self.streams) in mine]
+            index = np.array([n for n in range(first, first + self.batch_size) if n % total in mine], dtype=np.int64)
+            rows = np.empty((len(index), mixture.chunkers[0].raw_length), dtype=np.int32)
+            reading = Reading()
             try:
-                taken = [next(chunks[n % len(self.streams)]) for n in samples]
-                places = {n % len(self.streams): place for n, (place, _) in zip(samples, taken)}
-                if first == 0 and any(place.epoch for place in places.values()):
-                    raise UserError(f"the corpus is smaller than a batch: lower optim.batch_size={self.batch_size}")
+                for row, (n, source) in enumerate(zip(index, mixture.draw(self.seed, index))):
+                    places[n % total][source], rows[row], more = next(chunks[n % total][source])
+                    reading += more
+                    if first == 0 and places[n % total][source].epoch:
+                        raise UserError(f"the corpus is smaller than a batch: lower optim.batch_size={self.batch_size}")
             except UserError as error:
                 yield error  # raised in a worker process it would arrive wrapped in a traceback
                 return
-            index = np.array(samples, dtype=np.int64)
-            # a worker may have no part in a batch that is smaller than the number of streams
-            rows = np.array([chunk for _, chunk in taken], dtype=np.int32)
-            rows = rows.reshape(len(taken), self.streams[0].raw_length)
-            yield index, *self.corruption(rows, index), places
+            yield index, *self.corruption(rows, index), {s: list(map(astuple, places[s])) for s in mine}, reading
 
 
 def leave_process_group(worker: int) -> None:
@@ -277,47 +363,68 @@ def leave_process_group(worker: int) -> None:
 
 
 def training_batches(
-    streams: list[Chunker], batch_size: int, corruption: Callable, workers: int, origin: dict, state: dict | None = None
-) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
-    """Endless (batch, state after it); the batch has int64 input_ids (B, S) and labels (B, T).
+    streams: list[Mixture],
+    batch_size: int,
+    corruption: Callable,
+    seed: int,
+    workers: int,
+    state: dict | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[tuple[dict[str, torch.Tensor], dict, list[str]]]:
+    """Endless (batch, state after it, faults); the batch has int64 input_ids (B, S) and labels (B, T).
 
     Prefetching is harmless because the state travels with its batch: started from it, the batches go on as they would
-    have. They are the same with any number of worker processes, each of which serves its own streams. origin names what
-    else the batches depend on: a state can only be gone on from where that is the same.
+    have. Process `rank` of world_size gets every world_size-th sample of a batch, from streams of its own; together
+    they get the same batches as one process, each of whose workers serves streams of its own too. Of the state, a
+    process keeps up its own streams' places and adds to the counts what it reads: see merged().
     """
-    state = state or {"samples": 0, "places": [list(astuple(Place()))] * len(streams), "origin": origin}
-    if changed := [key for key in origin if state["origin"].get(key) != origin[key]]:
-        raise UserError(f"checkpoint.resume: the checkpoint was made with another {' and another '.join(changed)}")
+    state = state or {
+        "samples": 0,
+        "places": [[list(astuple(Place()))] * len(mixture.chunkers) for mixture in streams],
+        "counts": {},
+    }
+    own = {s: mixture for s, mixture in enumerate(streams) if s % world_size == rank}
     loader = iter(
         DataLoader(
-            Parts(streams, batch_size, corruption, state),
+            Parts(own, batch_size, corruption, seed, state),
             batch_size=None,
             num_workers=workers,
             prefetch_factor=8 if workers else None,
             worker_init_fn=leave_process_group,
         )
     )
-    places = list(state["places"])
+    places, counts = list(state["places"]), Counter(state["counts"] if rank == 0 else {})
     for samples in itertools.count(state["samples"] + batch_size, batch_size):
-        group = list(itertools.islice(loader, max(workers, 1)))
+        group, reading = list(itertools.islice(loader, max(workers, 1))), Reading()
         for part in group:
             if isinstance(part, UserError):
                 raise part
             for stream, place in part[3].items():
-                places[stream] = list(astuple(place))
+                places[stream] = list(map(list, place))
+            reading += part[4]
+        counts.update(reading.counts)
         index, input_ids, labels = (torch.cat([part[i] for part in group]) for i in range(3))
         order = index.argsort()
-        state = {"samples": samples, "places": list(places), "origin": origin}
-        yield {"input_ids": input_ids[order], "labels": labels[order]}, state
+        state = {"samples": samples, "places": list(places), "counts": dict(counts)}
+        yield {"input_ids": input_ids[order], "labels": labels[order]}, state, reading.faults
+
+
+def merged(states: list[dict]) -> dict:
+    """The state of all processes, from that of each."""
+    places = [states[s % len(states)]["places"][s] for s in range(len(states[0]["places"]))]
+    counts = sum((Counter(state["counts"]) for state in states), Counter())
+    return {"samples": states[0]["samples"], "places": places, "counts": dict(counts)}
 
 
 @dataclass(frozen=True)
 class Data:
-    corpus: Corpus
+    corpora: list[Corpus]
     tokenizer: Tokenizer
     raw_length: int
     target_length: int
-    batches: Callable[..., Iterator[tuple[dict[str, torch.Tensor], dict]]]  # training_batches from a state
+    origin: dict  # all that the batches depend on: a state can only be gone on from where it is the same
+    batches: Callable[..., Iterator[tuple[dict[str, torch.Tensor], dict, list[str]]]]  # training_batches from a state
     evaluation: list[dict[str, torch.Tensor]]  # the held-out batches
     in_order: Callable[[], Iterator[dict[str, torch.Tensor]]]  # batches_in_order of the training text
 
@@ -327,67 +434,86 @@ class Data:
         return unigram_entropy(self.in_order())
 
 
-# The corpus of a config's group data, by data.source; the second argument is its cache
-SOURCES: dict[str, Callable[..., Corpus]] = {
-    "docstrings": lambda data, cache: sources.docstrings(cache),
-    "text": lambda data, cache: sources.text(data.path),
-    "hub": lambda data, cache: sources.hub(data.name, data.config),
-}
-
-
 def build(cfg) -> Data:
     """The data of a run, from its whole config."""
     data = cfg.data
     cache = Path(data.cache).expanduser()
-    corpus = SOURCES[data.source](data, cache)
-    has_split = corpus.held_out_files is not None
-    training = {"files": corpus.files, "held_out": 0.0 if has_split else data.held_out}
-    evaluation = {"files": corpus.held_out_files, "held_out": 1.0} if has_split else training
+    parts = parts_of(data)
+    corpora = [sources.SOURCES[part.source](part, cache) for part in parts]
+    weights = [part.get("weight", 1.0) for part in parts]
+    documents = [functools.partial(Documents, corpus, data.held_out, on_error=data.on_error) for corpus in corpora]
     if data.tokenizer is None:
-        texts = (text for _, text in Documents(**training, seed=FIXED_SEED).read(epoch=0))
+        texts = alternating([made(FIXED_SEED).read(epoch=0) for made in documents], weights)
         tokenizer = tokenizers.train(texts, data.vocab_size, cache)
     else:
         tokenizer = tokenizers.load(data.tokenizer)
     raw_length, target_length = span_lengths(data.input_length, data.mlm_probability, data.mean_noise_span_length)
 
-    def chunker(block: int, **documents) -> Chunker:
-        return Chunker(Documents(**documents), tokenizer.encode, tokenizer.eos_id, raw_length, block)
+    def mixture(block: int, seed: int, **stream) -> Mixture:
+        chunkers = [
+            Chunker(made(seed, **stream), tokenizer.encode, tokenizer.eos_id, raw_length, block) for made in documents
+        ]
+        return Mixture(chunkers, weights)
 
     noise = {"noise_density": data.mlm_probability, "mean_span_length": data.mean_noise_span_length}
     ids = {"sentinel_ids": tokenizer.sentinel_ids, "eos_id": tokenizer.eos_id}
     corruption = functools.partial(corrupt, **noise, **ids)
     batches = functools.partial(
         training_batches,
-        [
-            chunker(data.shuffle_block, **training, seed=cfg.seed, number=n, streams=data.streams)
-            for n in range(data.streams)
-        ],
+        [mixture(data.shuffle_block, cfg.seed, number=n, streams=data.streams) for n in range(data.streams)],
         cfg.optim.batch_size,
         functools.partial(corruption, seed=cfg.seed),
+        cfg.seed,
         data.num_workers,
-        {"corpus": corpus.digest, "tokenizer": tokenizer.sha256, "seed": cfg.seed}
-        | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block")}
-        | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())},
     )
-    held_out = chunker(cfg.eval.batch_size, **evaluation, seed=FIXED_SEED, evaluation=True)
-    held_out_batches = list(itertools.islice(batches_in_order(held_out, corruption), cfg.eval.steps))
+    origin = (
+        {"corpus": [corpus.digest for corpus in corpora], "weights": weights, "tokenizer": tokenizer.sha256}
+        | {"seed": cfg.seed}
+        | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block", "on_error")}
+        | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())}
+    )
+    held_out = batches_in_order(
+        mixture(cfg.eval.batch_size, FIXED_SEED, evaluation=True), cfg.eval.batch_size, corruption
+    )
+    held_out_batches = list(itertools.islice(held_out, cfg.eval.steps))
     if not held_out_batches:
         raise UserError(
             f"data.held_out={data.held_out} leaves fewer than {raw_length} tokens of this corpus "
             f"for evaluation: raise it, or give more documents (in a .txt file, blank lines separate them)"
         )
-    in_order = functools.partial(batches_in_order, chunker(1024, **training, seed=FIXED_SEED), corruption)
-    return Data(corpus, tokenizer, raw_length, target_length, batches, held_out_batches, in_order)
+    in_order = functools.partial(batches_in_order, mixture(1024, FIXED_SEED), 1024, corruption)
+    return Data(corpora, tokenizer, raw_length, target_length, origin, batches, held_out_batches, in_order)
 
 
-def batches_in_order(chunker: Chunker, corruption: Callable) -> Iterator[dict[str, torch.Tensor]]:
-    """The text once, block by block in its own order and always corrupted alike, whatever the run's seed."""
-    samples = 0
-    for _, chunks in chunker.epoch(Place()):
-        index = np.arange(samples, samples + len(chunks))
-        input_ids, labels = corruption(chunks, index, seed=FIXED_SEED)
-        yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-        samples += len(chunks)
+def parts_of(data) -> list:
+    """The sources of a config's group data, each with the keys that say what it reads; of a mixture also its weight."""
+    if data.source != "mixture":
+        return [data]
+    return [OmegaConf.merge({key: data[key] for key in PART}, part) for part in data.mixture]
+
+
+def alternating(documents: list[Iterator[Document]], weights: list[float]) -> Iterator[str]:
+    """The texts of all sources, drawn as often as their weights say, until one has no more."""
+    for n in itertools.count():
+        (source,) = Mixture([], weights).draw(FIXED_SEED, np.array([n]))
+        document = next(documents[source], None)
+        if document is None:
+            return
+        yield document.text
+
+
+def batches_in_order(mixture: Mixture, size: int, corruption: Callable) -> Iterator[dict[str, torch.Tensor]]:
+    """The text once, until a source has no more, in its order and corrupted alike whatever the run's seed."""
+    chunks = [(chunk for _, block, _ in chunker.epoch(Place()) for chunk in block) for chunker in mixture.chunkers]
+    for first in itertools.count(0, size):
+        index = np.arange(first, first + size)
+        taken = [next(chunks[source], None) for source in mixture.draw(FIXED_SEED, index)]
+        rows = list(itertools.takewhile(lambda chunk: chunk is not None, taken))
+        if rows:
+            input_ids, labels = corruption(np.array(rows), index[: len(rows)], seed=FIXED_SEED)
+            yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        if len(rows) < size:
+            return
 
 
 def unigram_entropy(batches: Iterator[dict[str, torch.Tensor]], sample: int = 2**18) -> float:

@@ -4,15 +4,17 @@ import json
 import math
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoT5 import UserError, curve
-from nanoT5.optim import Optimizer
+from nanoT5.optim import Optimizer, square_sums
+
+SHOWN_FAULTS = 20
 
 
 @dataclass
@@ -22,16 +24,25 @@ class Progress:
     step: int = 0
     input_tokens: int = 0
     target_tokens: int = 0
+    bad_steps: int = 0  # skipped, because the loss or the gradient was infinite or NaN
+    bad_in_a_row: int = 0
+    pending: list[list[float]] = field(default_factory=list)  # learning rate, loss, gradient norm since the last event
     data: dict | None = None  # state of the data after the last batch; None at the start
 
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.target_tokens
 
-    def advance(self, batch: dict[str, Tensor]) -> None:
+    def advance(self, batch: dict[str, Tensor], processes: int, lr: float, loss: float, grad_l2: float) -> None:
         self.step += 1
-        self.input_tokens += batch["input_ids"].numel()
-        self.target_tokens += batch["labels"].numel()
+        self.input_tokens += batch["input_ids"].numel() * processes
+        self.target_tokens += batch["labels"].numel() * processes
+        if math.isfinite(loss + grad_l2):
+            self.pending.append([lr, loss, grad_l2])
+            self.bad_in_a_row = 0
+        else:
+            self.bad_steps += 1
+            self.bad_in_a_row += 1
 
 
 class Diverged(Exception):
@@ -40,51 +51,54 @@ class Diverged(Exception):
 
 @dataclass
 class Log:
-    """Log events to metrics.jsonl and to the terminal: a progress bar there, a line each event elsewhere."""
+    """Log events to metrics.jsonl and to the terminal: a progress bar there, a line each event elsewhere.
+
+    Of several processes only the main one writes and prints.
+    """
 
     folder: Path
     total_steps: int
     progress: Progress
-    # of each step since the last event: learning rate, and loss and gradient norm on the device
-    pending: list[tuple[float, Tensor]] = field(default_factory=list)
+    checkpoint: Path | None  # that the run goes on from; later the last one saved
+    is_main_process: bool = True
+    waited: float = 0.0  # seconds for data since the last event
+    shown_faults: int = 0
     last_evaluation: dict = field(default_factory=dict)
-    last_checkpoint: Path | None = None
 
     def __post_init__(self):
-        on_terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=self.total_steps, initial=self.progress.step, unit="step", disable=not on_terminal)
+        shown = sys.stderr.isatty() and self.is_main_process
+        self.bar = tqdm(total=self.total_steps, initial=self.progress.step, unit="step", disable=not shown)
         self.resumed_at, self.started = self.progress.step, time.perf_counter()
         self.tokens, self.since = self.progress.tokens, self.started  # at the last event
-        try:
-            (self.folder / "metrics.jsonl").touch(exist_ok=False)
-        except FileExistsError:
-            raise taken(self.folder) from None
+        if self.is_main_process:
+            self.begin()
 
-    def add(self, lr: float, loss: Tensor, grad_l2: Tensor) -> None:
-        self.pending.append((lr, torch.stack([loss, grad_l2])))
-        self.bar.update()
+    def begin(self) -> None:
+        """Start metrics.jsonl with the events before the checkpoint, as if the run had never stopped."""
+        history = self.checkpoint and self.checkpoint.parent.parent / "metrics.jsonl"
+        events = []
+        if history and history.exists():
+            events = [event for event in curve.read(history.parent) if event["step"] <= self.progress.step]
+        aside = self.folder / ".metrics.jsonl"
+        aside.write_text("".join(json.dumps(event) + "\n" for event in events))
+        aside.replace(self.folder / "metrics.jsonl")
 
     def training(self, t5: nn.Module, optimizer: Optimizer) -> None:
-        """The event of the steps since the last one; the one place where training waits for the device."""
-        rates, results = zip(*self.pending)
-        losses, norms = torch.stack(results).cpu().double().unbind(1)
-        weights_l2 = torch.stack(torch._foreach_norm([p.detach() for p in t5.parameters()])).norm().item()
-        finite = losses.isfinite() & norms.isfinite()
-        finite[-1] &= math.isfinite(weights_l2)
-        if not finite.all():
-            bad = finite.int().argmin().item()
-            step = self.progress.step - len(losses) + 1 + bad
-            raise Diverged(
-                f"loss, gradient or weights became infinite or NaN at step {step}, learning rate {rates[bad]:.2e}: "
-                f"lower optim.base_lr; last good checkpoint: {self.last_checkpoint or 'none was saved yet'}"
-            )
+        """The event of the steps since the last one."""
+        weights_l2 = square_sums([p.detach() for p in t5.parameters()]).sum().sqrt().item()
+        rates, losses, norms = zip(*self.progress.pending) if self.progress.pending else [(math.nan,)] * 3
+        self.progress.pending = []
+        if not math.isfinite(weights_l2):
+            self.diverged("the weights are infinite or NaN")
         now = time.perf_counter()
         event = {
-            "train/loss": losses.mean().item(),
+            "train/loss": sum(losses) / len(losses),
             "train/lr": rates[-1],
-            "train/grad_l2": norms.mean().item(),
+            "train/grad_l2": sum(norms) / len(norms),
             "train/weights_l2": weights_l2,
             "train/tokens_per_second": (self.progress.tokens - self.tokens) / (now - self.since),
+            "train/data_wait": self.waited / (now - self.since),
+            "train/bad_steps": self.progress.bad_steps,
             "train/input_tokens": self.progress.input_tokens,
             "train/target_tokens": self.progress.target_tokens,
         }
@@ -97,8 +111,7 @@ class Log:
         if self.bar.disable:
             self.say(f"{shown} | {duration(seconds_left)} left")
         self.bar.set_postfix_str(shown)
-        self.pending.clear()
-        self.tokens, self.since = self.progress.tokens, now
+        self.tokens, self.since, self.waited = self.progress.tokens, now, 0.0
 
     def evaluation(self, event: dict) -> None:
         self.last_evaluation = event
@@ -109,20 +122,51 @@ class Log:
         self.say(shown)
         self.since = time.perf_counter()  # tokens/s is that of training
 
+    @contextmanager
+    def waiting(self):
+        """Around what waits for data."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    def step(self, faults: list[str], max_bad_steps: int) -> None:
+        """What has to be said after a step."""
+        self.bar.update()
+        for fault in faults[: max(0, SHOWN_FAULTS - self.shown_faults)]:
+            self.say(fault)
+        if faults:
+            self.shown_faults += len(faults)
+            self.write({"data/faults": faults})
+        if bad := self.progress.bad_in_a_row:
+            self.say("loss or gradient is infinite or NaN: step skipped")
+            if bad >= max_bad_steps:
+                end = self.progress.data["samples"]
+                size = end // self.progress.step
+                self.diverged(f"{bad} steps in a row, the last one on samples {end - size} to {end - 1}, were skipped")
+
+    def diverged(self, what: str) -> None:
+        raise Diverged(
+            f"step {self.progress.step}: {what}; lower optim.base_lr; "
+            f"last good checkpoint: {self.checkpoint or 'none was saved yet'}"
+        )
+
     def close(self) -> None:
         self.bar.close()
 
     def write(self, event: dict) -> None:
+        if not self.is_main_process:
+            return
         with (self.folder / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps({"step": self.progress.step} | event) + "\n")
 
     def say(self, text: str) -> None:
+        if not self.is_main_process:
+            return
         tqdm.write(f"step {self.progress.step:,}/{self.total_steps:,} | {text}")
         sys.stdout.flush()
 
 
 def taken(folder: Path) -> UserError:
-    """Found when a run begins, before it writes anything, or at its first event where two began in the same second."""
     return UserError(f"hydra.run.dir={folder} already holds a run: name another folder")
 
 

@@ -9,7 +9,9 @@ The one file to read first. train() is the whole job: set up, build, loop over s
   curve.png, summary.json
 """
 
+import fcntl
 import itertools
+import math
 import os
 import platform
 import signal
@@ -26,9 +28,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import T5Config
 
 from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim
@@ -43,86 +48,98 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     """Run the job that cfg describes in a run folder; returns what summary.json holds."""
     started = time.perf_counter()
     config.check(cfg)
-    make_run_folder(folder, cfg)
     accelerator = set_up(cfg)
+    lock, begin = enter(cfg, folder, accelerator)
     precision = choose_precision(cfg, accelerator.device)
 
-    text = data.build(cfg)
+    with accelerator.local_main_process_first():  # it fills the cache that the others read
+        text = data.build(cfg)
     shape = model_shape(cfg, text.tokenizer)
     t5 = build_model(cfg, shape, accelerator)
-    evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator.device)
+    trained = distributed(cfg, t5, accelerator)
+    evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator)
     if cfg.eval_only:
         return log.write_summary(folder, evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False})
 
     optimizer = optim.build(cfg.optim, t5)
     progress = log.Progress()
-    if cfg.checkpoint.resume:
-        checkpoint.load(Path(cfg.checkpoint.resume), t5, optimizer, progress)
+    if begin:
+        checkpoint.load(begin, cfg, text.origin, t5, optimizer, progress)
         if cfg.model.blind_encoder:
             model.blind(t5)  # the checkpoint may be of a run that saw
-    if progress.step >= cfg.optim.total_steps:
-        raise UserError(f"checkpoint.resume is at step {progress.step} already: raise optim.total_steps")
-    batches = text.batches(progress.data)
+    # a run that was killed between its last checkpoint and its summary has those things to do that follow the loop
+    last = done = progress.step == cfg.optim.total_steps and begin.parent.parent == folder
+    if progress.step >= cfg.optim.total_steps and (not done or (folder / "summary.json").exists()):
+        raise UserError(
+            f"{begin} is at step {progress.step} already: raise optim.total_steps, or name another run folder"
+        )
+    batches = text.batches(progress.data, accelerator.process_index, accelerator.num_processes)
     schedule = optim.SCHEDULES[cfg.optim.lr_scheduler]
-    step = Step(t5, optimizer, accelerator, precision, cfg.optim)
+    step = Step(trained, optimizer, accelerator, precision, cfg.optim, cfg.seed)
 
     first = next(batches)
     step_seconds = step.rehearse(first[0])
     evaluator.rehearse()
     batches = itertools.chain([first], batches)
-    log.print_header(header(cfg, folder, accelerator, precision, text, t5, progress, step_seconds))
-    events = log.Log(folder, cfg.optim.total_steps, progress, last_checkpoint=cfg.checkpoint.resume)
+    if accelerator.is_main_process:
+        log.print_header(header(cfg, folder, begin, accelerator, precision, text, t5, progress, step_seconds))
+    events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process)
 
-    events.write({"data/unigram_entropy": text.unigram_entropy})
-    last = False
+    def save() -> Path:
+        state = asdict(progress) | {"config": config.flat(cfg), "origin": text.origin}
+        state["data"] = data.merged(gather_object([progress.data]))
+        return checkpoint.save(
+            folder / "checkpoints", t5, optimizer, state, cfg.checkpoint.keep, accelerator.is_main_process
+        )
+
+    if not begin:
+        events.write({"data/unigram_entropy": text.unigram_entropy})
     with stop_on_signal() as stop:
         while not last:
-            batch, progress.data = next(batches)
+            with events.waiting():
+                batch, progress.data, faults = next(batches)
             lr = schedule(progress.step, optimizer.defaults["lr"], cfg.optim)
-            loss, grad_l2 = step(batch, lr, seed=(cfg.seed << 32) + progress.step)
-            progress.advance(batch)
-            events.add(lr, loss, grad_l2)
+            loss, grad_l2 = step(batch, lr, progress.step)
+            progress.advance(batch, accelerator.num_processes, lr, loss, grad_l2)
+            events.step(faults, cfg.optim.max_bad_steps)
 
-            last = progress.step == cfg.optim.total_steps or stop.is_set()
-            evaluate = last or progress.step % cfg.eval.every_steps == 0
-            save = last or progress.step % cfg.checkpoint.every_steps == 0
-            if evaluate or save or progress.step % cfg.logging.every_steps == 0:
+            done = progress.step == cfg.optim.total_steps
+            last = done or agree(accelerator, stop.is_set())
+            evaluate = done or progress.step % cfg.eval.every_steps == 0
+            keep = done or progress.step % cfg.checkpoint.every_steps == 0
+            if evaluate or keep or progress.step % cfg.logging.every_steps == 0:
                 events.training(t5, optimizer)  # before a checkpoint, so that no diverged weights are ever saved
             if evaluate:
                 events.evaluation(evaluator())
-            if save:
-                events.last_checkpoint = checkpoint.save(folder / "checkpoints", t5, optimizer, progress)
+            if keep or last:
+                events.checkpoint = save()
 
     events.close()
-    checkpoint.export(folder / "model", t5, shape, text.tokenizer)
-    curve.draw([folder], folder / "curve.png")
+    if not done or not events.last_evaluation:  # a run that never stopped would not have it in its metrics
+        events.last_evaluation = evaluator()
+    checkpoint.export(folder / "model", t5, shape, text.tokenizer, accelerator.is_main_process)
     facts = {
-        "curve": curve.shapes(curve.read(folder)),
-        "interrupted": progress.step < cfg.optim.total_steps,
+        "interrupted": not done,
         "seconds": round(time.perf_counter() - started, 1),
         "parameters": sum(p.numel() for p in t5.parameters()),
         "device": accelerator.device.type,
+        "processes": accelerator.num_processes,
         "precision": precision,
-        "corpus": text.corpus.description,
+        "corpus": [corpus.description for corpus in text.corpora],
+        "data": data.merged(gather_object([progress.data]))["counts"],
         "tokenizer": {"description": text.tokenizer.description, "sha256": text.tokenizer.sha256},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    counts = {name: value for name, value in asdict(progress).items() if name != "data"}
-    return log.write_summary(folder, events.last_evaluation | counts | facts)
+    counts = {key: getattr(progress, key) for key in ("step", "input_tokens", "target_tokens", "bad_steps")}
+    summary = events.last_evaluation | counts | facts
+    if accelerator.is_main_process:
+        curve.draw([folder], folder / "curve.png")
+        summary = log.write_summary(folder, summary | {"curve": curve.shapes(curve.read(folder))})
+    return summary
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Setting up
-
-
-def make_run_folder(folder: Path, cfg: DictConfig) -> None:
-    if (folder / "metrics.jsonl").exists():
-        raise log.taken(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
-    except OSError as error:
-        raise UserError(f"hydra.run.dir={folder} cannot be written ({error.strerror}): name another folder") from None
 
 
 def set_up(cfg: DictConfig) -> Accelerator:
@@ -133,13 +150,48 @@ def set_up(cfg: DictConfig) -> Accelerator:
             "device=gpu, but torch finds no CUDA GPU: say device=cpu, or install a torch build for your GPU"
         )
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu)
-    if accelerator.num_processes > 1:
-        raise UserError("several processes are not supported yet: start one, which uses one GPU")
+    o, processes = cfg.optim, accelerator.num_processes
+    if o.batch_size % (o.grad_acc * processes) or cfg.data.streams % processes:
+        raise UserError(
+            f"{processes} processes: optim.batch_size={o.batch_size} has to be divisible by their number times "
+            f"optim.grad_acc={o.grad_acc}, and data.streams={cfg.data.streams} by their number"
+        )
     # The mixed initialization starts at a loss above 100, where softmax gives denormal numbers: 4 times slower on a CPU
     torch.set_flush_denormal(True)
     # cuDNN's attention kernel, preferred on Hopper, gives no gradient to a bias
     torch.backends.cuda.enable_cudnn_sdp(False)
     return accelerator
+
+
+def enter(cfg: DictConfig, folder: Path, accelerator: Accelerator) -> tuple[object, Path | None]:
+    """(what keeps other runs out of the folder, the checkpoint to go on from if any), with the config written there."""
+    resume, lock = cfg.checkpoint.resume, None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if accelerator.is_main_process:
+            lock = (folder / "config.yaml").open("a+")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise log.taken(folder) from None
+    except OSError as error:
+        raise UserError(f"hydra.run.dir={folder} cannot be written ({error.strerror}): name another folder") from None
+    if (resume == "never" or cfg.eval_only) and (folder / "metrics.jsonl").exists():
+        raise log.taken(folder)
+    begin = checkpoint.choose(folder, accelerator.print)
+    if resume not in ("auto", "never") and not begin:
+        begin = Path(resume)
+        if not (begin / "state.json").is_file():
+            begin = checkpoint.choose(begin, accelerator.print)
+        if not begin:
+            raise UserError(
+                f"checkpoint.resume={resume} has no checkpoint: name a run's folder or its checkpoints/step-N"
+            )
+    accelerator.wait_for_everyone()  # before the main process writes what the others have looked at
+    if lock:
+        lock.truncate(0)
+        lock.write(OmegaConf.to_yaml(cfg, resolve=True))
+        lock.flush()
+    return lock, begin
 
 
 def choose_precision(cfg: DictConfig, device: torch.device) -> str:
@@ -178,23 +230,50 @@ def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> n
     pays = accelerator.device.type == "cuda" and cfg.optim.total_steps >= 1000
     if pays if m.compile == "auto" else m.compile:
         t5.compile()
-    return accelerator.prepare_model(t5)
+    return t5.to(accelerator.device)
+
+
+def distributed(cfg: DictConfig, t5: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """What to call for a forward pass whose gradients are averaged over all processes."""
+    if parallelism(cfg) == "ddp":
+        return accelerator.prepare_model(t5)
+    # By hand, since Accelerate does it on a GPU only, and wants an optimizer at the same time
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    biases = [module for name, module in t5.named_modules() if name.endswith("relative_attention_bias")]
+    for module in [*biases, *t5.encoder.block, *t5.decoder.block]:  # a bias is looked up before its block is called
+        fully_shard(module, mesh=mesh)
+    return fully_shard(t5, mesh=mesh)
+
+
+def parallelism(cfg: DictConfig) -> str:
+    if cfg.parallel != "auto":
+        return cfg.parallel
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"  # what `accelerate launch` sets
+
+
+def agree(accelerator: Accelerator, wish: bool) -> bool:
+    """Whether any process has this wish."""
+    if accelerator.num_processes == 1:
+        return wish
+    return accelerator.reduce(torch.tensor(float(wish), device=accelerator.device)).item() > 0
 
 
 def header(
-    cfg, folder, accelerator, precision, text: data.Data, t5, progress: log.Progress, step_seconds: float
+    cfg, folder, begin, accelerator, precision, text: data.Data, t5, progress: log.Progress, step_seconds: float
 ) -> dict:
     """What a person wants to see before waiting: a name and a text for each line."""
     device = accelerator.device
     processor = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     tokens = cfg.data.input_length + text.target_length
-    micro = cfg.optim.batch_size // cfg.optim.grad_acc
+    processes = accelerator.num_processes
+    together = f", {processes} processes with {parallelism(cfg)}" if processes > 1 else ""
+    micro = cfg.optim.batch_size // cfg.optim.grad_acc // processes
     steps = cfg.optim.total_steps - progress.step
     return {
-        "run": str(folder),
-        "device": f"{device.type}, {processor}, {precision}",
+        "run": str(folder) + (f", on from {begin}" if begin else ""),
+        "device": f"{device.type}, {processor}, {precision}{together}",
         "model": f"{sum(p.numel() for p in t5.parameters()):,} parameters",
-        "corpus": text.corpus.headline,
+        "corpus": "; ".join(corpus.headline for corpus in text.corpora),
         "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
         "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",
         "unigrams": f"{text.unigram_entropy:.2f} nats a target: the loss of knowing only how common each token is",
@@ -213,51 +292,71 @@ def autocast(precision: str, device: torch.device):
 
 @dataclass
 class Step:
-    """One optimizer step on a global batch, in micro batches. Nothing here reads a number from the device."""
+    """One step of the optimizer; calling it trains on a batch, of which each process has its share."""
 
-    t5: nn.Module
-    optimizer: torch.optim.Optimizer
+    trained: nn.Module  # t5, or what wraps it
+    optimizer: optim.Optimizer
     accelerator: Accelerator
     precision: str
-    cfg: DictConfig  # the config's group optim
+    cfg: DictConfig  # the group optim
+    seed: int
 
-    def __call__(self, batch: Batch, lr: float, seed: int) -> tuple[Tensor, Tensor]:
-        """(mean loss in nats per target token, L2 norm of the gradient before clipping), on the device."""
-        torch.manual_seed(seed)  # of dropout: a step draws the same in a run that was resumed
+    def __call__(self, batch: Batch, lr: float, number: int) -> tuple[float, float]:
+        """(mean loss per target token over all processes, L2 norm of the gradient before clipping).
+
+        Where either is not finite nothing is updated, which takes a look at them in every step.
+        """
+        rank = self.accelerator.process_index
+        torch.manual_seed((self.seed << 32) + (rank << 24) + number)  # of dropout: the same in a run that was resumed
         if self.optimizer.curvature_is_due():
-            self.gradients(batch, sampled=True)
-            self.optimizer.update_curvature((batch["labels"] != model.IGNORED).sum().item())
+            self.gradients(batch | {"draws": self.draws(batch["labels"], number)})
+            self.optimizer.update_curvature(self.targets(batch["labels"]).item())
             self.optimizer.zero_grad()
-        loss = self.gradients(batch)
+        loss = self.accelerator.reduce(self.gradients(batch)).item()
         limit = self.cfg.grad_clip or float("inf")
-        grad_l2 = self.accelerator.clip_grad_norm_(self.t5.parameters(), limit)
+        grad_l2 = checkpoint.whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit)).item()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        if math.isfinite(loss + grad_l2):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, grad_l2
 
-    def gradients(self, batch: Batch, sampled: bool = False) -> Tensor:
-        """Accumulate the gradient of the batch's mean loss per target token; returns that loss.
+    def gradients(self, batch: Batch) -> Tensor:
+        """Accumulate the gradient of the batch's mean loss per target token; returns this process's part of that loss.
 
-        sampled: of the loss against labels drawn from the model's own predictions at each target token.
+        With draws (B, T) in the batch, the loss is against labels drawn with them from the model's own predictions.
         """
-        self.t5.train()
-        targets = (batch["labels"] != model.IGNORED).sum()
+        self.trained.train()
+        targets = self.targets(batch["labels"])
         total = torch.zeros((), device=self.accelerator.device)
         micros = range(self.cfg.grad_acc)
         for i, *columns in zip(micros, *(column.chunk(self.cfg.grad_acc) for column in batch.values())):
-            micro = dict(zip(batch, columns))
+            micro = {n: column.to(self.accelerator.device, non_blocking=True) for n, column in zip(batch, columns)}
+            draws = micro.pop("draws", None)
             share = (micro["labels"] != model.IGNORED).sum() / targets
-            micro = {name: column.to(self.accelerator.device, non_blocking=True) for name, column in micro.items()}
-            with self.accelerator.no_sync(self.t5) if i < micros[-1] else nullcontext():
+            if isinstance(self.trained, FSDPModule):
+                self.trained.set_requires_gradient_sync(i == micros[-1])
+            with self.accelerator.no_sync(self.trained) if i < micros[-1] else nullcontext():
                 with autocast(self.precision, self.accelerator.device):
-                    output = self.t5(**micro)
-                    loss = sampled_loss(output.logits, micro["labels"]) if sampled else output.loss
-                    loss = loss * share.item()
-                self.accelerator.backward(loss)
+                    output = self.trained(**micro)
+                    loss = output.loss if draws is None else sampled_loss(output.logits, micro["labels"], draws)
+                    loss = loss * share
+                # times the number of processes, over which gradients are averaged and not summed
+                (loss * self.accelerator.num_processes).backward()
             total += loss.detach()
         return total
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """How many labels of all processes' batches are not IGNORED, on the device."""
+        return self.accelerator.reduce((labels != model.IGNORED).sum().to(self.accelerator.device))
+
+    def draws(self, labels: Tensor, number: int) -> Tensor:
+        """Numbers in [0, 1) for this process's labels (B, T), the same however many processes share the batch."""
+        generator = torch.Generator().manual_seed((self.seed << 32) + number)
+        processes = self.accelerator.num_processes
+        rows = torch.rand(processes * len(labels), labels.shape[1], generator=generator)
+        return rows[self.accelerator.process_index :: processes]
 
     def rehearse(self, batch: Batch) -> float:
         """Seconds that a step will take, from gradients that are thrown away; what cannot run fails here."""
@@ -268,15 +367,17 @@ class Step:
         return time.perf_counter() - started
 
 
-def sampled_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def sampled_loss(logits: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
     """Mean cross-entropy against labels drawn from the logits, over the places where labels are not IGNORED.
 
     Its gradient, squared, is Sophia's Gauss-Newton-Bartlett estimate: Liu et al. 2023, arXiv:2305.14342, algorithm 2.
+    draws: uniform in [0, 1), the place in each distribution's cumulative sum.
     """
-    logits = logits.float().flatten(0, 1)
-    drawn = torch.multinomial(logits.detach().softmax(-1), 1).flatten()
-    drawn = drawn.masked_fill(labels.flatten() == model.IGNORED, model.IGNORED)
-    return F.cross_entropy(logits, drawn, ignore_index=model.IGNORED)
+    logits = logits.float()
+    cumulative = logits.detach().softmax(-1).cumsum(-1)
+    drawn = torch.searchsorted(cumulative, draws[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
+    drawn = drawn.clamp(max=logits.shape[-1] - 1).masked_fill(labels == model.IGNORED, model.IGNORED)
+    return F.cross_entropy(logits.flatten(0, 1), drawn.flatten(), ignore_index=model.IGNORED)
 
 
 @dataclass
@@ -287,25 +388,34 @@ class Evaluator:
     batches: list[Batch]
     sentinel_ids: np.ndarray
     precision: str
-    device: torch.device
+    accelerator: Accelerator
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # compiled code would not call the hooks that watch attention
     def __call__(self) -> dict:
         self.t5.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct targets, targets
-        with Alignment(self.t5, torch.as_tensor(self.sentinel_ids, device=self.device)) as alignment:
-            for batch in self.batches:
-                batch = {name: column.to(self.device, non_blocking=True) for name, column in batch.items()}
-                with autocast(self.precision, self.device):
+        device, rank, processes = (
+            self.accelerator.device,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct targets, targets
+        with Alignment(self.t5, torch.as_tensor(self.sentinel_ids, device=device)) as alignment:
+            for first in range(0, len(self.batches), processes):
+                # every process has to take part in every forward pass under FSDP, if only with the last batch again
+                batch = self.batches[min(first + rank, len(self.batches) - 1)]
+                batch = {name: column.to(device, non_blocking=True) for name, column in batch.items()}
+                with autocast(self.precision, device):
                     output = self.t5(**batch)
-                labels = batch["labels"]
-                valid = labels != model.IGNORED
-                correct = (output.logits.argmax(-1) == labels) & valid
-                sums += torch.stack([output.loss * valid.sum(), correct.sum(), valid.sum()])
-                alignment.add(**batch)
-        loss, correct, targets = sums.tolist()
-        return {"eval/loss": loss / targets, "eval/accuracy": correct / targets} | alignment.result()
+                if first + rank < len(self.batches):
+                    labels = batch["labels"]
+                    valid = labels != model.IGNORED
+                    correct = (output.logits.argmax(-1) == labels) & valid
+                    sums += torch.stack([output.loss * valid.sum(), correct.sum(), valid.sum()])
+                    alignment.add(**batch)
+        loss, correct, targets = self.accelerator.reduce(sums).tolist()
+        shares = alignment.result(self.accelerator.reduce)
+        return {"eval/loss": loss / targets, "eval/accuracy": correct / targets} | shares
 
     def rehearse(self) -> None:
         """Evaluate one batch, so that evaluation cannot fail after a day of training."""

@@ -11,7 +11,9 @@ import itertools
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 SMALLEST_SCALE = 1e-3  # Adafactor's epsilon_2: lets a tensor that starts at zero move
 
@@ -78,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
     def update(self, group: dict, params: list[Tensor], lr: float, scales: Tensor | None = None) -> None:
         step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
         if scales is not None:
-            torch._foreach_mul_(step, scales.unbind())
+            torch._foreach_mul_(local(step), scales.unbind())
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, step, alpha=-lr)
@@ -89,13 +91,26 @@ def wide(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
+def local(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor, or this process's shard of it under FSDP."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def square_sums(tensors: list[Tensor]) -> Tensor:
+    """Sum of the squares of each tensor, all of its shards included, (tensors,)."""
+    if tensors[0].is_cpu:  # where a norm runs on one thread, a dot product on all
+        sums = torch.stack([torch.dot(flat, flat) for flat in (t.flatten() for t in local(tensors))])
+    else:
+        sums = torch.stack(torch._foreach_norm(local(tensors))).square()
+    if isinstance(tensors[0], DTensor):
+        dist.all_reduce(sums, group=tensors[0].device_mesh.get_group())  # one for all, where a norm makes one for each
+    return sums
+
+
 def rms(tensors: list[Tensor]) -> Tensor:
     """Root mean square of each tensor, (tensors,)."""
-    if tensors[0].is_cpu:  # where a norm runs on one thread, a dot product on all
-        norms = torch.stack([torch.dot(flat, flat) for flat in (t.flatten() for t in tensors)]).sqrt()
-    else:
-        norms = torch.stack(torch._foreach_norm(tensors))
-    return norms / norms.new_tensor([math.sqrt(t.numel()) for t in tensors])
+    sums = square_sums(tensors)
+    return (sums / sums.new_tensor([t.numel() for t in tensors])).sqrt()
 
 
 class AdamW(Optimizer):
@@ -190,9 +205,10 @@ class Sophia(Optimizer):
         inside, coordinates = [], 0
         for group in self.param_groups:
             for state in (self.state[p] for p in group["params"] if "exp_avg" in self.state[p]):
-                inside.append((state["exp_avg"].abs() <= group["rho"] * state["curvature"]).sum())
-                coordinates += state["exp_avg"].numel()
-        return {"unclipped_share": torch.stack(inside).sum() / coordinates}
+                mean, curvature = local([state["exp_avg"], state["curvature"]])
+                inside.append((mean.abs() <= group["rho"] * curvature).sum())
+                coordinates += mean.numel()
+        return {"unclipped_share": torch.stack(inside).sum() / coordinates}  # of this process's shards
 
 
 class Adafactor(Optimizer):
@@ -210,7 +226,7 @@ class Adafactor(Optimizer):
         beta2 = 1 - group["steps"] ** -0.8
         step = [self.whitened(p, g, g.square() + group["eps"], beta2) for p, g in zip(params, grads)]
         excess = (rms(step) / group["clip_threshold"]).clamp_min(1.0)
-        torch._foreach_div_(step, excess.unbind())
+        torch._foreach_div_(local(step), excess.unbind())
         return step
 
     def whitened(self, p: Tensor, grad: Tensor, square: Tensor, beta2: float) -> Tensor:

@@ -1,10 +1,14 @@
 """Sources of text: files in which each row is a document, and the corpus that is on every machine.
 
-A reader yields (row number, text) of the wanted rows of a file. What is here knows nothing of tokens.
+A corpus names its files and reads them: (row number, text, fault) of the wanted rows of one. A fault says what was
+wrong with a row; where nothing could be saved of it, its text is empty. What is here knows nothing of tokens.
 """
 
 import ast
+import filecmp
+import functools
 import gc
+import gzip
 import hashlib
 import importlib.metadata
 import inspect
@@ -13,8 +17,10 @@ import json
 import os
 import platform
 import re
+import sys
 import sysconfig
-from collections import deque
+import zlib
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,72 +28,212 @@ from glob import glob
 from pathlib import Path, PurePath
 
 import fsspec
+import pyarrow
 
 from nanoT5 import UserError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+Wanted = Callable[[int], bool]
+Rows = Iterator[tuple[int, str, str | None]]  # row number, text, fault
+
+EMPTY = "empty"  # the one fault that is nobody's mistake
 
 
 @dataclass(frozen=True)
 class Corpus:
     files: list[str]  # paths, or addresses that fsspec opens
+    read: Callable[[str, Wanted], Rows]
     digest: str  # tells corpora apart
     headline: str  # printed
     description: dict  # stored with the run
     held_out_files: list[str] | None = None  # of a corpus with a validation split; else documents are held out
 
 
-def read_jsonl(path: str, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-    with fsspec.open(path, "rb", compression="infer") as lines:
-        for row, line in enumerate(lines):
-            if wanted(row) and line.strip():
-                try:
-                    text = json.loads(line)["text"]
-                    if not isinstance(text, str):
-                        raise TypeError
-                except (ValueError, KeyError, TypeError):
-                    raise UserError(f'{path}, line {row + 1}: expected a JSON object with a string "text"') from None
-                yield row, text.encode(errors="replace").decode()  # JSON can spell code points that no text has
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
 
 
-def read_txt(path: str, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-    """Documents are separated by blank lines."""
-    row, lines = 0, []
-    with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig", errors="replace") as text:
-        for line in itertools.chain(text, [""]):  # the empty last line closes the last document
-            if line.strip():
-                lines.append(line)
-            elif lines:
-                if wanted(row):
-                    yield row, "".join(lines)
-                row, lines = row + 1, []
+def lines(path: str, column: str) -> Iterator[bytes]:
+    with fsspec.open(path, "rb") as file:
+        opened = COMPRESSED.get(PurePath(path).suffix)
+        yield from opened(file) if opened else file
 
 
-READERS = {".jsonl": read_jsonl, ".json": read_jsonl, ".txt": read_txt}
-FORMATS = f"{', '.join(READERS)} file, or one of these with .gz"
+def paragraphs(path: str, column: str) -> Iterator[bytes]:
+    """What stands between blank lines."""
+    paragraph = []
+    for line in itertools.chain(lines(path, column), [b""]):  # the empty last line closes the last paragraph
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield b"".join(paragraph)
+            paragraph = []
 
 
-def reader(path: str) -> Callable[[str, Callable[[int], bool]], Iterator[tuple[int, str]]] | None:
-    return READERS.get(PurePath(path.removesuffix(".gz")).suffix)
+def whole(path: str, column: str) -> Iterator[bytes]:
+    yield b"".join(lines(path, column))
 
 
-def text(pattern: str) -> Corpus:
-    """The files of a path or glob, in the order of their names."""
-    files = sorted(path for path in map(Path, glob(str(Path(pattern).expanduser()), recursive=True)) if path.is_file())
-    if not files:
-        raise UserError(f"data.path={pattern} matches no file: give a .txt or .jsonl file, or a quoted glob of them")
-    if odd := [path for path in files if not reader(str(path))]:
-        raise UserError(f"data.path: {odd[0]} is not a {FORMATS}")
-    if locked := [path for path in files if not os.access(path, os.R_OK)]:
+def parquet(path: str, column: str) -> Iterator[object]:
+    import pyarrow.parquet
+
+    with fsspec.open(path, "rb") as file:
+        table = pyarrow.parquet.ParquetFile(file)
+        check_column(path, column, table.schema_arrow.names)
+        for batch in table.iter_batches(columns=[column], batch_size=1024):
+            yield from batch.column(0).to_pylist()
+
+
+def arrow(path: str, column: str) -> Iterator[object]:
+    """A file of a folder that datasets.save_to_disk wrote."""
+    import datasets
+
+    table = datasets.Dataset.from_file(path)
+    check_column(path, column, table.column_names)
+    for batch in table.select_columns([column]).iter(1024):
+        yield from batch[column]
+
+
+def check_column(path: str, column: str, there: list[str]) -> None:
+    if column not in there:
+        raise UserError(f"data.text_column={column} is not in {path}, which has {', '.join(there)}")
+
+
+def decoded(row: bytes, column: str) -> tuple[str, str | None]:
+    try:
+        text, fault = row.decode("utf-8-sig"), None
+    except UnicodeDecodeError:
+        text, fault = row.decode("utf-8-sig", errors="replace"), "invalid UTF-8, replaced"
+    return text.replace("\r\n", "\n"), fault
+
+
+def field(row: bytes, column: str) -> tuple[str, str | None]:
+    line, fault = decoded(row, column)
+    if not line.strip():
+        return "", None
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return "", "not JSON"
+    text, missing = string(value.get(column) if isinstance(value, dict) else None, column)
+    return text, missing or fault
+
+
+def string(value: object, column: str) -> tuple[str, str | None]:
+    if not isinstance(value, str):
+        return "", f'no string called "{column}"'
+    return value.encode(errors="replace").decode(), None  # JSON can spell code points that no text has
+
+
+FORMATS = {  # by a file's ending: its rows, the text of one, what one is called
+    ".txt": (paragraphs, decoded, "paragraph"),
+    ".jsonl": (lines, field, "line"),
+    ".json": (lines, field, "line"),
+    ".parquet": (parquet, string, "row"),
+    ".arrow": (arrow, string, "row"),
+}
+COMPRESSED = {".gz": gzip.open, ".zst": zstd.open}
+KNOWN = f"{', '.join(FORMATS)} file, or one of these with {' or '.join(COMPRESSED)}"
+# what decompressors and Arrow raise about a file that is cut off or overwritten
+DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, pyarrow.ArrowInvalid)
+
+
+def ending(path: str) -> str:
+    path = PurePath(path)
+    return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def read(path: str, wanted: Wanted, column: str, document: str) -> Rows:
+    """The wanted rows of a file in their order; document: what one is in a .txt file, "paragraph" or "file"."""
+    rows_of, text_of, _ = FORMATS[ending(path)]
+    if rows_of is paragraphs and document == "file":
+        rows_of = whole
+    row = -1
+    try:
+        for row, raw in enumerate(rows_of(path, column)):
+            if wanted(row):
+                text, fault = text_of(raw, column)
+                if "\0" in text:
+                    text, fault = text.replace("\0", ""), "NUL, removed"
+                yield row, *((text, fault) if text.strip() else ("", fault or EMPTY))
+    except DAMAGES:
+        if wanted(row + 1):
+            yield row + 1, "", "damaged from here on"
+    except OSError as error:
+        raise UserError(f"{path} cannot be read on from row {row + 2}: {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corpora
+
+
+def text(data, cache: Path) -> Corpus:
+    """The files of a path, folder or glob in the order of their names; of files with the same content the first."""
+    path = Path(data.path).expanduser()
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if file.is_file() and ending(file.name) in FORMATS]
+    else:
+        found = [file for file in map(Path, glob(str(path), recursive=True)) if file.is_file()]
+    if not found:
+        raise UserError(f"data.path={data.path} matches no file: give a {KNOWN}, a folder or a quoted glob of them")
+    if odd := [file for file in found if ending(file.name) not in FORMATS]:
+        raise UserError(f"data.path: {odd[0]} is not a {KNOWN}")
+    if locked := [file for file in found if not os.access(file, os.R_OK)]:
         raise UserError(f"data.path: {locked[0]} may not be read: change its permissions")
-    size = sum(path.stat().st_size for path in files)
+    files, alike, repeated = [], defaultdict(list), 0
+    for file in sorted(found):
+        others = alike[fingerprint(file)]
+        if any(filecmp.cmp(file, other, shallow=False) for other in others):
+            repeated += 1
+        else:
+            files.append(file)
+            others.append(file)
+    size = sum(file.stat().st_size for file in files)
     if size == 0:
-        raise UserError(f"data.path={pattern} has no text in it")
-    facts = {"path": pattern, "files": len(files), "bytes": size}
-    digest = hashlib.sha256(repr([(path.name, path.stat().st_size) for path in files]).encode()).hexdigest()
-    headline = f"{pattern}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB"
-    return Corpus(list(map(str, files)), digest, headline, facts)
+        raise UserError(f"data.path={data.path} has no text in it")
+    headline = f"{data.path}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB"
+    headline += f", {repeated} more with the same content left out" * (repeated > 0)
+    facts = {"path": data.path, "files": len(files), "bytes": size, "repeated_files": repeated}
+    digest = hashlib.sha256(repr([(file.name, fingerprint(file)) for file in files]).encode()).hexdigest()
+    return Corpus(list(map(str, files)), reader(data), digest, headline, facts)
 
 
-def hub(name: str, config: str | None) -> Corpus:
+def fingerprint(file: Path, end: int = 2**16) -> str:
+    """Of a file's size and of its first and last bytes: enough to notice that it was edited, without reading it all."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        first = content.read(end)
+        content.seek(max(0, size - end))
+        return hashlib.sha256(first + content.read() + str(size).encode()).hexdigest()
+
+
+def reader(data) -> Callable[[str, Wanted], Rows]:
+    return functools.partial(read, column=data.text_column, document=data.txt_document)
+
+
+def saved(data, cache: Path) -> Corpus:
+    """A folder written by save_to_disk of a datasets.Dataset, or of a DatasetDict with train and perhaps validation."""
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(Path(data.path).expanduser()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.path={data.path} is not a folder of datasets.save_to_disk: {error}") from None
+    splits = found if isinstance(found, dict) else {"train": found}
+    if "train" not in splits:
+        raise UserError(f"data.path={data.path} has no split called train, but {', '.join(splits)}")
+    files = {name: [entry["filename"] for entry in split.cache_files] for name, split in splits.items()}
+    facts = {"path": data.path, "files": len(files["train"]), "rows": splits["train"].num_rows}
+    digest = hashlib.sha256(repr([fingerprint(Path(file)) for file in files["train"]]).encode()).hexdigest()
+    headline = f"{data.path}: {splits['train'].num_rows:,} rows"
+    return Corpus(files["train"], reader(data), digest, headline, facts, files.get("validation"))
+
+
+def hub(data, cache: Path) -> Corpus:
     """The files of a data set's train and validation splits on the Hugging Face Hub, read as they are needed.
 
     Their addresses hold the repository's commit, so that a run goes on with the data that it began with.
@@ -95,26 +241,28 @@ def hub(name: str, config: str | None) -> Corpus:
     import datasets
 
     try:
-        splits = datasets.load_dataset_builder(name, config).config.data_files or {}
+        splits = datasets.load_dataset_builder(data.name, data.config).config.data_files or {}
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"data.name={name}, data.config={config} cannot be had from the Hub: {reason}") from None
+        raise UserError(
+            f"data.name={data.name}, data.config={data.config} cannot be had from the Hub: {reason}"
+        ) from None
     files = {split: list(map(str, splits.get(split, ()))) for split in ("train", "validation")}
     if not files["train"]:
-        raise UserError(f"data.name={name} has no split called train")
-    if odd := [path for paths in files.values() for path in paths if not reader(path)]:
-        raise UserError(f"data.name={name}: {odd[0]} is not a {FORMATS}")
-    headline = f"{name} {config or ''} on the Hub: {len(files['train']):,} files of training text"
-    facts = {"name": name, "config": config, "files": len(files["train"]), "first": files["train"][0]}
+        raise UserError(f"data.name={data.name} has no split called train")
+    if odd := [path for paths in files.values() for path in paths if ending(path) not in FORMATS]:
+        raise UserError(f"data.name={data.name}: {odd[0]} is not a {KNOWN}")
+    headline = f"{data.name} {data.config or ''} on the Hub: {len(files['train']):,} files of training text"
+    facts = {"name": data.name, "config": data.config, "files": len(files["train"]), "first": files["train"][0]}
     digest = hashlib.sha256(repr(files).encode()).hexdigest()
-    return Corpus(files["train"], digest, headline, facts, files["validation"] or None)
+    return Corpus(files["train"], reader(data), digest, headline, facts, files["validation"] or None)
 
 
 # Folders of no interest to a reader of documentation: tests, and copies of other packages.
 SKIPPED = {"test", "tests", "testing", "_vendor", "site-packages", "idlelib"}
 
 
-def docstrings(cache: Path) -> Corpus:
+def docstrings(data, cache: Path) -> Corpus:
     """English prose from the docstrings of the standard library and of the installed requirements, built once.
 
     Sources are parsed, never imported. A document is what one module says, its paragraphs in order, without code and
@@ -143,8 +291,9 @@ def docstrings(cache: Path) -> Corpus:
     facts = json.loads(about.read_text())
     shown = ", ".join(f"{name} {version}" for name, version in itertools.islice(facts["versions"].items(), 10))
     headline = f"docstrings of {shown} and {len(facts['versions']) - 10} more: {facts['documents']:,} documents, "
+    headline += f"{facts['bytes'] / 1e6:.1f} MB, sha256 {facts['sha256'][:16]}"
     return Corpus(
-        [str(path)], facts["sha256"], headline + f"{facts['bytes'] / 1e6:.1f} MB, sha256 {facts['sha256'][:16]}", facts
+        [str(path)], functools.partial(read, column="text", document="file"), facts["sha256"], headline, facts
     )
 
 
@@ -221,3 +370,6 @@ def write_whole(path: Path, content: bytes) -> None:
         aside.replace(path)
     except OSError as error:
         raise UserError(f"data.cache={path.parent}: {error.strerror}; name a folder that can be written") from None
+
+
+SOURCES: dict[str, Callable[..., Corpus]] = {"docstrings": docstrings, "text": text, "saved": saved, "hub": hub}

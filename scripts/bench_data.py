@@ -22,15 +22,15 @@ def bench(overrides: list[str]) -> None:
     text = data.build(cfg)
     shape = main.model_shape(cfg, text.tokenizer)
     t5 = main.build_model(cfg, shape, accelerator)
-    step = main.Step(t5, None, accelerator, main.choose_precision(cfg, accelerator.device), cfg.optim)
+    step = main.Step(t5, None, accelerator, main.choose_precision(cfg, accelerator.device), cfg.optim, 0)
     batches = text.batches(None)
-    batch, _ = next(batches)
+    batch, *_ = next(batches)
     step.gradients(batch).item()  # warm up
     preparing, consuming = [], []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         for _ in range(BATCHES):
-            batch, _ = next(batches)
+            batch, *_ = next(batches)
         preparing.append((time.perf_counter() - started) / BATCHES)
         started = time.perf_counter()
         step.gradients(batch).item()

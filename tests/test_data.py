@@ -1,4 +1,5 @@
 import functools
+import itertools
 import json
 import pickle
 from collections import Counter
@@ -135,18 +136,26 @@ def letters(texts):
     return [[ord(c) % 900 + 2 for c in text] for text in texts]
 
 
+def read(path, wanted=lambda row: True, column="text", document="paragraph"):
+    return list(sources.read(str(path), wanted, column, document))
+
+
+def corpus_of(*paths, held_out_files=None, document="paragraph") -> sources.Corpus:
+    reader = functools.partial(sources.read, column="text", document=document)
+    return sources.Corpus(list(map(str, paths)), reader, "", "", {}, held_out_files)
+
+
 def chunkers(path: Path, streams: int, block=7, held_out=0.2, seed=0):
     return [
-        Chunker(Documents([str(path)], held_out, seed, n, streams), letters, EOS, raw_length=20, block=block)
+        Chunker(Documents(corpus_of(path), held_out, seed, n, streams), letters, EOS, raw_length=20, block=block)
         for n in range(streams)
     ]
 
 
-def batches(path, workers=0, state=None, streams=4, batch_size=6, origin=None, **options):
+def batches(path, workers=0, state=None, streams=4, batch_size=6, rank=0, world_size=1, **options):
     corruption = functools.partial(corrupt, seed=0)
-    return data.training_batches(
-        chunkers(path, streams, **options), batch_size, corruption, workers, origin or {}, state
-    )
+    mixtures = [data.Mixture([chunker], [1.0]) for chunker in chunkers(path, streams, **options)]
+    return data.training_batches(mixtures, batch_size, corruption, 0, workers, state, rank, world_size)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +166,7 @@ def small(tmp_path_factory, documents) -> Path:
 
 
 def test_an_epoch_has_every_chunk_of_the_training_documents_once(small):
-    texts = [text for _, text in sources.read_jsonl(str(small), lambda row: True)]
+    texts = [text for _, text, _ in read(small)]
     training = [text for text in texts if not data.is_held_out(text, 0.2)]
     assert 0 < len(training) < len(texts)
     for n, chunker in enumerate(chunkers(small, 3)):
@@ -167,22 +176,26 @@ def test_an_epoch_has_every_chunk_of_the_training_documents_once(small):
         shuffled = chunker.shuffled(Place())
         for epoch in range(2):
             rows = [next(shuffled) for _ in expected]
-            assert {place.epoch for place, _ in rows} == {epoch}
-            found = [row.tolist() for _, row in rows]
+            assert {place.epoch for place, *_ in rows} == {epoch}
+            found = [row.tolist() for _, row, _ in rows]
             assert sorted(found) == sorted(expected) and found != expected
 
 
 def test_held_out_documents_are_never_trained_on(small):
-    evaluation = {text for _, text in Documents([str(small)], 0.2, 0, evaluation=True).read(0)}
-    training = {text for n in range(3) for _, text in Documents([str(small)], 0.2, 0, n, 3).read(0)}
+    evaluation = set(texts_of(Documents(corpus_of(small), 0.2, 0, evaluation=True)))
+    training = {text for n in range(3) for text in texts_of(Documents(corpus_of(small), 0.2, 0, n, 3))}
     assert evaluation and not evaluation & training
-    assert evaluation | training == {text for _, text in sources.read_jsonl(str(small), lambda row: True)}
+    assert evaluation | training == {text for _, text, _ in read(small)}
+
+
+def texts_of(documents: Documents, *place: int) -> list[str]:
+    return [document.text for document in documents.read(*(place or (0,)))][:-1]  # the last one has none
 
 
 def take(iterator, count):
     return [
         (batch["input_ids"].tolist(), batch["labels"].tolist(), state)
-        for _, (batch, state) in zip(range(count), iterator)
+        for _, (batch, state, _) in zip(range(count), iterator)
     ]
 
 
@@ -193,7 +206,7 @@ def test_workers_do_not_change_the_batches(small, workers):
 
 def test_batches_go_on_from_any_state(small):
     whole = take(batches(small), 200)
-    assert whole[-1][2]["places"][0][0] >= 2  # epochs
+    assert whole[-1][2]["places"][0][0][0] >= 2  # epochs
     for i in range(0, 190, 9):
         state = json.loads(json.dumps(whole[i][2]))
         assert take(batches(small, state=state), 8) == whole[i + 1 : i + 9]
@@ -211,8 +224,8 @@ def test_streams_share_out_the_rows_of_every_file(tmp_path):
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"{i}.0\n\n{i}.1" if i < 2 else f"{i}.0")
     files = sorted(map(str, tmp_path.iterdir()))
-    streams = [Documents(files, 1e-9, 0, n, 4) for n in range(4)]
-    orders = [[[text.strip() for _, text in stream.read(epoch)] for stream in streams] for epoch in range(3)]
+    streams = [Documents(corpus_of(*files), 1e-9, 0, n, 4) for n in range(4)]
+    orders = [[[text.strip() for text in texts_of(stream, epoch)] for stream in streams] for epoch in range(3)]
     for epoch in orders:
         assert sorted(text for texts in epoch for text in texts) == sorted(
             ["0.0", "0.1", "1.0", "1.1"] + [f"{i}.0" for i in range(2, 8)]
@@ -226,12 +239,14 @@ def test_streams_share_out_many_remote_files(tmp_path):
     for i in range(33):
         (tmp_path / f"{i:02}.txt").write_text(f"{i}.0\n\n{i}.1")
     files = [f"file://{path}" for path in sorted(tmp_path.iterdir())]
-    read = [[text.strip() for _, text in Documents(files, 0.0, 0, n, 2).read(0)] for n in range(2)]
-    assert sorted(sum(read, [])) == sorted(f"{i}.{j}" for i in range(33) for j in range(2))
-    assert [{int(text.split(".")[0]) % 2 for text in texts} for texts in read] == [{0}, {1}]
-    stream = list(Documents(files, 0.0, 0, 1, 2).read(0))
-    for i, (place, _) in enumerate(stream):
-        assert list(Documents(files, 0.0, 0, 1, 2).read(0, place.file, place.row)) == stream[i:]
+    streams = [Documents(corpus_of(*files), 0.0, 0, n, 2) for n in range(2)]
+    found = [[text.strip() for text in texts_of(stream)] for stream in streams]
+    assert sorted(sum(found, [])) == sorted(f"{i}.{j}" for i in range(33) for j in range(2))
+    assert [{int(text.split(".")[0]) % 2 for text in texts} for texts in found] == [{0}, {1}]
+    stream = list(streams[1].read(0))
+    for i, document in enumerate(stream[:-1]):
+        again = list(streams[1].read(0, document.place.file, document.place.row))
+        assert [d[:2] for d in again] == [d[:2] for d in stream[i:]]
 
 
 def test_unigram_entropy():
@@ -252,17 +267,25 @@ def test_a_batch_smaller_than_the_streams(small, workers):
     assert take(batches(small, workers, batch_size=1), 12) == take(batches(small, batch_size=1), 12)
 
 
-def test_a_state_of_other_data_is_refused(small):
-    (_, _, state), *_ = take(batches(small, origin={"tokenizer": "a", "seed": 0, "data.streams": 4}), 1)
-    take(batches(small, state=state, origin={"tokenizer": "a", "seed": 0, "data.streams": 4}), 1)
-    with pytest.raises(UserError, match="another tokenizer and another data.streams"):
-        take(batches(small, state=state, origin={"tokenizer": "b", "seed": 0, "data.streams": 8}), 1)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_share_out_the_batches(small, world_size):
+    """Each gets every world_size-th sample; from their merged state any number of processes goes on alike."""
+    alone = take(batches(small, batch_size=8), 60)
+    ranks = [take(batches(small, batch_size=8, rank=r, world_size=world_size), 60) for r in range(world_size)]
+    for i, (inputs, labels, state) in enumerate(alone):
+        for r in range(world_size):
+            assert ranks[r][i][:2] == (inputs[r::world_size], labels[r::world_size])
+        assert data.merged([ranks[r][i][2] for r in range(world_size)]) == state
+    state = data.merged([ranks[r][30][2] for r in range(world_size)])
+    assert take(batches(small, batch_size=8, state=state), 10) == alone[31:41]
+    again = [take(batches(small, batch_size=8, state=state, rank=r, world_size=2), 10) for r in range(2)]
+    assert [data.merged([a[2], b[2]]) for a, b in zip(*again)] == [state for _, _, state in alone[31:41]]
 
 
 def test_what_workers_get_can_be_pickled(small, corpus, cache, tmp_path):
     """As it has to be where processes are spawned: macOS, and Linux from Python 3.14 on."""
     folder = tmp_path / "tokenizer"
-    texts = [text for _, text in sources.read_jsonl(str(corpus), lambda row: True)]
+    texts = [text for _, text, _ in read(corpus)]
     tokenizer.train(texts, 512, cache).save(folder)
     for path in (folder, folder / "spiece.model"):
         if path == folder:
@@ -282,9 +305,94 @@ def test_a_corpus_that_is_too_small_is_refused(small, options, words, workers):
         take(batches(small, workers, held_out=0.5, **options), 1)
 
 
+def dirty(path: Path, documents: list[str]) -> Path:
+    lines = [json.dumps({"text": text[:300]}) for text in documents[:40]]
+    lines[3:3] = ["", '{"text": "cut']
+    lines[20:20] = ['{"content": 1}', json.dumps({"text": "\0 nul"})]
+    path.write_text("\n".join(lines) + "\n{broken")
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_row_and_every_token_is_accounted_for(tmp_path, documents, workers):
+    path = dirty(tmp_path / "dirty.jsonl", documents)
+    rows = 45
+    stream = batches(path, workers, streams=3, batch_size=3)
+    states, faults = [], []
+    while not states or min(place[0] for (place,) in states[-1]["places"]) < 3:
+        _, state, more = next(stream)
+        states.append(state)
+        faults += more
+    counts = states[-1]["counts"]
+    # whole epochs, and what the streams that are ahead have read of the next one
+    assert counts["documents"] + counts["documents_held_out"] + counts["documents_skipped"] == pytest.approx(
+        3 * rows, abs=rows
+    )
+    assert sorted({fault for fault in faults}) == [
+        f'{path}, line 21: no string called "text"',
+        f"{path}, line 22: NUL, removed",
+        f"{path}, line 45: not JSON",
+        f"{path}, line 5: not JSON",
+    ]
+    assert counts["not JSON"] >= 6 and counts["empty"] >= 3 and counts["NUL, removed"] >= 3
+
+    # one stream, up to the last chunk of an epoch
+    (chunker,) = chunkers(path, 1)
+    blocks = list(chunker.epoch(Place()))
+    total = sum((reading.counts for _, _, reading in blocks), Counter())
+    assert total["documents"] + total["documents_held_out"] + total["documents_skipped"] == rows
+    assert (total["documents_skipped"], total["not JSON"], total["empty"]) == (4, 2, 1)
+    training = texts_of(Documents(corpus_of(path), 0.2, 0))
+    assert total["tokens"] == sum(len(text) + 1 for text in training)
+    assert total["tokens"] == 20 * sum(len(block) for _, block, _ in blocks) + total["tokens_dropped"]
+    assert 0 < total["tokens_dropped"] < 20
+
+    # the counts are part of the state, and go on from it
+    for i in range(0, len(states) - 12, 7):
+        resumed = batches(path, workers, states[i], streams=3, batch_size=3)
+        assert [state["counts"] for _, state, _ in itertools.islice(resumed, 10)] == [
+            state["counts"] for state in states[i + 1 : i + 11]
+        ]
+
+
+def test_what_is_wrong_can_end_a_run(tmp_path, documents):
+    path = dirty(tmp_path / "dirty.jsonl", documents)
+    with pytest.raises(UserError, match="dirty.jsonl, line 5: not JSON .data.on_error=raise"):
+        texts_of(Documents(corpus_of(path), 0.2, 0, on_error="raise"))
+
+
+def test_a_mixture_draws_its_sources_by_weight(tmp_path, documents):
+    """And goes on from any state, with any number of workers and processes."""
+    for name, letter in (("a", "a"), ("b", "b")):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(letter * 400 for _ in range(40)))
+
+    def mixed(workers=0, state=None, rank=0, world_size=1):
+        parts = [chunkers(tmp_path / f"{name}.txt", 4, held_out=0.0) for name in "ab"]
+        mixtures = [data.Mixture(list(chunkers), [3.0, 1.0]) for chunkers in zip(*parts)]
+        corruption = functools.partial(corrupt, seed=0)
+        return data.training_batches(mixtures, 8, corruption, 5, workers, state, rank, world_size)
+
+    whole = take(mixed(), 250)
+    inputs = np.array([inputs for inputs, _, _ in whole])
+    a, b = (((inputs == ord(letter) % 900 + 2).any(-1)).sum() for letter in "ab")
+    assert a + b == 2000 and a == pytest.approx(1500, abs=4 * (2000 * 3 / 16) ** 0.5)
+    assert take(mixed(workers=2), 20) == whole[:20]
+    assert take(mixed(state=whole[99][2]), 20) == whole[100:120]
+    ranks = [take(mixed(rank=r, world_size=2, state=whole[99][2]), 5) for r in range(2)]
+    assert [ranks[r][4][0] for r in range(2)] == [whole[104][0][r::2] for r in range(2)]
+    evaluation = data.batches_in_order(
+        data.Mixture([chunkers(tmp_path / f"{name}.txt", 1, held_out=0.0)[0] for name in "ab"], [1.0, 1.0]),
+        50,
+        corrupt,
+    )
+    lengths = [len(batch["input_ids"]) for batch in evaluation]
+    assert lengths[:-1] == [50] * (len(lengths) - 1) and sum(lengths) > 1000
+
+
 def test_a_place_is_where_its_block_begins(small):
     chunker = chunkers(small, 1)[0]
     blocks = list(chunker.epoch(Place()))
-    for i, (place, block) in enumerate(blocks):
-        again_place, again = next(chunker.epoch(place))
+    assert len(blocks) > 5
+    for i, (place, block, _) in enumerate(blocks):
+        again_place, again, _ = next(chunker.epoch(place))
         assert again_place == place == replace(place, used=0) and (again == block).all(), i

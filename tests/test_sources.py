@@ -1,43 +1,166 @@
 import gzip
+import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from nanoT5 import UserError, sources
 
 
+def read(path, wanted=lambda row: True, column="text", document="paragraph"):
+    return list(sources.read(str(path), wanted, column, document))
+
+
+def corpus(path, **keys) -> sources.Corpus:
+    return sources.text(SimpleNamespace(path=str(path), text_column="text", txt_document="paragraph", **keys), None)
+
+
 def test_txt_documents_are_separated_by_blank_lines(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n\n\nfour".encode())
-    everything = list(sources.read_txt(str(tmp_path / "a.txt"), lambda row: True))
-    assert everything == [
-        (0, "one\ntwo\n"),
-        (1, "three\n"),
-        (2, "four"),
+    documents = [(0, "one\ntwo\n", None), (1, "three\n", None), (2, "four", None)]
+    assert read(tmp_path / "a.txt") == documents
+    assert read(tmp_path / "a.txt", lambda row: row == 1) == documents[1:2]
+    assert read(tmp_path / "a.txt", document="file") == [(0, "one\ntwo\n\n \nthree\n\n\nfour", None)]
+
+
+ROWS = ["The first document.", "", "The third, \u00e4\u00f6\u00fc.\nOf two lines.", "The last."]
+
+
+def write_as(path: Path, rows: list[str]) -> Path:
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(rows)).encode()
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"id": list(range(len(rows))), "text": rows})
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif path.suffix == ".arrow":
+        datasets.Dataset.from_dict({"text": rows}).save_to_disk(path.parent / "saved")
+        (path.parent / "saved" / "data-00000-of-00001.arrow").rename(path)
+    else:
+        path.write_bytes({".gz": gzip.compress, ".zst": sources.zstd.compress}.get(path.suffix, bytes)(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.parquet", "a.arrow"]
+)
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    path = write_as(tmp_path / name, ROWS)
+    rows = [(i, text, None if text else sources.EMPTY) for i, text in enumerate(ROWS)]
+    assert read(path) == rows
+    assert read(path, lambda row: row >= 2) == rows[2:]
+    if path.suffix in (".parquet", ".arrow"):
+        with pytest.raises(UserError, match="data.text_column=body is not in .*text"):
+            read(path, column="body")
+    else:
+        assert {fault for _, _, fault in read(path, column="body")} == {'no string called "body"'}
+
+
+def test_compressed_txt(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo"))
+    assert read(tmp_path / "a.txt.gz") == [(0, "one\n", None), (1, "two", None)]
+
+
+LONG = "word " * 2_000_000
+DIRTY = [
+    ('\ufeff{"text": "after a byte order mark"}'.encode(), "after a byte order mark", None),
+    (b'{"text": "windows"}\r', "windows", None),
+    (b'{"text": "cut', "", "not JSON"),
+    (b"[" * 100_000, "", "not JSON"),
+    (b'{"content": "x"}', "", 'no string called "text"'),
+    (b'{"text": 3}', "", 'no string called "text"'),
+    (b'["text"]', "", 'no string called "text"'),
+    (b'{"text": " \\n"}', "", "empty"),
+    (b"", "", "empty"),
+    (b'{"text": "a\xff\xfeb"}', "a\ufffd\ufffdb", "invalid UTF-8, replaced"),
+    (b'{"text": "a\\u0000b"}', "ab", "NUL, removed"),
+    (b'{"text": "a\\ud800b"}', "a?b", None),  # JSON can spell code points that no text has
+    (json.dumps({"text": LONG}).encode(), LONG, None),
+    (b'{"text": "the last, without a line end"}', "the last, without a line end", None),
+]
+
+
+def test_dirty_json_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(line for line, _, _ in DIRTY))
+    assert read(tmp_path / "a.jsonl") == [(row, text, fault) for row, (_, text, fault) in enumerate(DIRTY)]
+
+
+def test_dirty_txt(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\0\r\n\r\n\xff\xfe two\n\n\0\n")
+    assert read(tmp_path / "a.txt") == [
+        (0, "one\n", "NUL, removed"),
+        (1, "\ufffd\ufffd two\n", "invalid UTF-8, replaced"),
+        (2, "", "NUL, removed"),
     ]
-    assert list(sources.read_txt(str(tmp_path / "a.txt"), lambda row: row == 1)) == [(1, "three\n")]
 
 
-@pytest.mark.parametrize("line", ['{"text": "cut', '{"content": "x"}', '{"text": 3}', '["text"]'])
-def test_a_broken_jsonl_line_is_named(tmp_path, line):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(UserError, match="a.jsonl, line 2"):
-        list(sources.read_jsonl(str(path), lambda row: True))
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_that_was_cut_off(tmp_path, name):
+    """What comes before the damage is read; one stream alone reports it."""
+    rows = [f"{i} {hashlib.sha256(str(i).encode()).hexdigest()}" for i in range(20_000)]
+    path = write_as(tmp_path / name, rows)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    found = read(path)
+    assert found[-1][1:] == ("", "damaged from here on")
+    whole = found[:-1]
+    assert whole == [(i, rows[i], None) for i in range(len(whole))]
+    assert name == "a.parquet" or len(whole) > 5_000  # whose table of contents is at its end
+    streams = [read(path, lambda row, n=n: row % 3 == n) for n in range(3)]
+    assert sorted(row for stream in streams for row in stream) == sorted(found)
 
 
-def test_lone_surrogates_of_json_become_question_marks(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
-    assert list(sources.read_jsonl(str(tmp_path / "a.jsonl"), lambda row: True)) == [(0, "a?b")]
-
-
-def test_text_corpus_takes_globs_and_names_what_it_cannot_read(tmp_path):
-    for name in ("b.txt", "a.txt", "c.csv"):
-        (tmp_path / name).write_text("text")
-    assert [Path(f).name for f in sources.text(f"{tmp_path}/*.txt").files] == ["a.txt", "b.txt"]
-    for pattern, words in (("none*", "matches no file"), ("*", "c.csv is not")):
+def test_text_corpus_takes_files_folders_and_globs_and_names_what_it_cannot_read(tmp_path):
+    for name in ("b.txt", "a.txt", "c.csv", "sub/d.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    names = {
+        pattern: [Path(f).name for f in corpus(tmp_path / pattern).files]
+        for pattern in ("", "*.txt", "**/*.gz", "a.txt")
+    }
+    assert names == {
+        "": ["a.txt", "b.txt", "d.jsonl.gz"],
+        "*.txt": ["a.txt", "b.txt"],
+        "**/*.gz": ["d.jsonl.gz"],
+        "a.txt": ["a.txt"],
+    }
+    for pattern, words in (("none*", "matches no file"), ("*.csv", "c.csv is not")):
         with pytest.raises(UserError, match=words):
-            sources.text(f"{tmp_path}/{pattern}")
+            corpus(tmp_path / pattern)
+
+
+def test_files_with_the_same_content_are_read_once(tmp_path):
+    for name, text in (("b", "x" * 200_000), ("a", "x" * 200_000), ("c", "x" * 99_999 + "y" + "x" * 100_000)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "d.txt").symlink_to("c.txt")
+    found = corpus(tmp_path)
+    assert [Path(f).name for f in found.files] == ["a.txt", "c.txt"]
+    assert found.description["repeated_files"] == 2 and "2 more with the same content left out" in found.headline
+
+
+def test_a_text_corpus_is_told_apart_by_its_content(tmp_path):
+    (tmp_path / "a.txt").write_text("one text")
+    before = corpus(tmp_path / "a.txt").digest
+    assert corpus(tmp_path / "*.txt").digest == before
+    (tmp_path / "a.txt").write_text("two text")
+    assert corpus(tmp_path / "a.txt").digest != before
+
+
+def test_a_folder_of_save_to_disk(tmp_path):
+    def saved(path):
+        return sources.saved(SimpleNamespace(path=str(path), text_column="text", txt_document="paragraph"), None)
+
+    train, validation = (datasets.Dataset.from_dict({"text": rows}) for rows in (ROWS, ["held out"]))
+    train.save_to_disk(tmp_path / "single", num_shards=2)
+    datasets.DatasetDict({"train": train, "validation": validation}).save_to_disk(tmp_path / "both")
+    single, both = saved(tmp_path / "single"), saved(tmp_path / "both")
+    assert [text for file in single.files for _, text, _ in single.read(file, lambda row: True)] == ROWS
+    assert single.held_out_files is None
+    assert [text for file in both.held_out_files for _, text, _ in both.read(file, lambda row: True)] == ["held out"]
+    with pytest.raises(UserError, match="not a folder of datasets.save_to_disk"):
+        saved(tmp_path)
 
 
 MODULE = '''"""Words of the module, long enough to count as a paragraph of prose.
@@ -66,24 +189,10 @@ def test_docstrings_corpus(tmp_path, monkeypatch):
     (library / "empty.py").write_text("x = 1")
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(library))
     monkeypatch.setattr(sources, "requirements_closure", dict)
-    corpora = [sources.docstrings(tmp_path / cache) for cache in ("a", "b", "b")]
+    corpora = [sources.docstrings(None, tmp_path / cache) for cache in ("a", "b", "b")]
     assert len({corpus.description["sha256"] for corpus in corpora}) == 1
     rows = [json.loads(line) for line in Path(corpora[0].files[0]).read_text().splitlines()]
     texts = {row["module"]: row["text"].split("\n") for row in rows}
     assert [len(texts[f"python/{name}"]) for name in ("one.py", "two.py")] == [3, 1]
     assert len(texts) == 2 and "nobody else" in texts["python/one.py"][2] and "everybody" in texts["python/two.py"][0]
     assert corpora[0].description["documents"] == 2
-
-
-def test_compressed_files(tmp_path):
-    for name, content in (("a.jsonl.gz", '{"text": "one"}\n'), ("b.json.gz", '{"text": "two"}'), ("c.txt.gz", "three")):
-        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
-    files = sources.text(f"{tmp_path}/*").files
-    assert [list(sources.reader(file)(file, lambda row: True)) for file in files] == [
-        [(0, "one")],
-        [(0, "two")],
-        [(0, "three")],
-    ]
-    (tmp_path / "d.csv.gz").touch()
-    with pytest.raises(UserError, match=r"d.csv.gz is not a .jsonl, .json, .txt file"):
-        sources.text(f"{tmp_path}/*")

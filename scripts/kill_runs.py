@@ -1,0 +1,104 @@
+"""Kill a run at random moments, go on, and compare: python scripts/kill_runs.py [--kills 100] [key=value ...]
+
+One run is left alone. Another one with the same configuration is killed (SIGKILL) again and again, while it loads, in the
+middle of a step, of an evaluation or of writing a checkpoint, each time goes on by the same command, and in the end has
+to have the same weights, optimizer state and metrics, to the bit. Exit status 1 and a sentence if it has not.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+TINY = [  # a run of some seconds, much of it evaluations and checkpoints
+    *("model.d_model=32", "model.d_kv=8", "model.d_ff=48", "model.num_layers=2", "model.num_decoder_layers=2"),
+    *("data.input_length=32", "data.shuffle_block=16", "optim.batch_size=8"),
+    *("eval.every_steps=7", "eval.steps=1", "eval.batch_size=8", "checkpoint.every_steps=5", "logging.every_steps=3"),
+    *("device=cpu", "precision=fp32"),
+]
+TIMES = ("train/tokens_per_second", "train/data_wait")  # what differs between two runs that do the same
+
+
+def life(overrides: list[str]) -> None:
+    """In a process of its own: the run from where it is to its end."""
+    import torch
+
+    from nanoT5 import main
+
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    main.run(overrides)
+
+
+def outcome(folder: Path, step: int) -> tuple[dict[str, bytes], list[dict]]:
+    """All that has to be the same: the last checkpoint's tensors and the metrics."""
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tensors = {path.name: path.read_bytes() for path in (folder / f"checkpoints/step-{step}").glob("*.safetensors")}
+    return tensors, [{key: value for key, value in event.items() if key not in TIMES} for event in events]
+
+
+def compare(kills: int, seed: int, overrides: list[str], work: Path) -> None:
+    """Raises SystemExit with a sentence where a run that was killed comes to something else."""
+    context = multiprocessing.get_context("forkserver")  # which imports torch once
+    context.set_forkserver_preload(["nanoT5.main"])
+    rng, lines = random.Random(seed), [*TINY, f"optim.total_steps={15 * kills}", *overrides]
+
+    def begin(name: str):
+        process = context.Process(target=life, args=([*lines, f"hydra.run.dir={work / name}"],))
+        process.start()
+        return process
+
+    alone = begin("alone")
+    alone.join()
+    if alone.exitcode:
+        sys.exit("the run that was left alone failed")
+    summary = json.loads((work / "alone/summary.json").read_text())
+    step, seconds = summary["step"], summary["seconds"]
+
+    metrics, done = work / "killed/metrics.jsonl", 0
+    while True:
+        before, began = metrics.stat().st_ino if metrics.exists() else None, time.perf_counter()
+        process = begin("killed")
+        if done < kills:
+            if rng.random() < 0.9:  # else perhaps while it is still loading
+                while process.is_alive() and (not metrics.exists() or metrics.stat().st_ino == before):
+                    time.sleep(0.005)
+            process.join(rng.random() * seconds / kills)
+            if process.is_alive():
+                process.kill()
+                done += 1
+        process.join()
+        reached = [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else [0]
+        print(f"kill {done}, after {time.perf_counter() - began:.2f} s, near step {reached[-1]}", flush=True)
+        if process.exitcode == 0:
+            break
+        if process.exitcode != -9:
+            sys.exit(f"a run that went on failed: see {work / 'killed'}")
+    tensors, events = (list(pair) for pair in zip(outcome(work / "alone", step), outcome(work / "killed", step)))
+    if tensors[0] != tensors[1]:
+        sys.exit("the weights or the optimizer state differ")
+    for a, b in zip(*events):
+        if a != b:
+            sys.exit(f"the metrics differ: {a} against {b}")
+    if len(events[0]) != len(events[1]):
+        sys.exit("one of them has more metrics")
+    if done < kills:
+        sys.exit(f"the run had ended after {done} kills: give it more steps")
+    print(f"killed {done} times: the same weights, optimizer state and {len(events[0])} log events, to the bit")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of nanoT5.main, for either run")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    arguments = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as work:
+        compare(arguments.kills, arguments.seed, arguments.overrides, Path(work))
