@@ -61,8 +61,11 @@ def describe(steps: list[int], losses: list[float], ceiling: float = math.inf) -
 
     ceiling: loss above which a low of the speed does not count, such as the unigram entropy of the targets.
     """
+    shape = dict.fromkeys(("plateau", "plateau_start", "escape", "final"))
+    if not steps:  # a run that was interrupted before its first event
+        return shape
     last = [loss for step, loss in zip(steps, losses) if step > 0.95 * steps[-1]]
-    shape = {"plateau": None, "plateau_start": None, "escape": None, "final": sum(last) / len(last)}
+    shape["final"] = sum(last) / len(last)
     at, level, speed = speeds(steps, losses)
     following = np.append(speed[1:], -math.inf)
     peaks = np.flatnonzero((speed[1:] > speed[:-1]) & (speed[1:] >= following[1:])) + 1
@@ -114,6 +117,8 @@ def draw(folders: list[Path], path: Path) -> None:
     for folder, label, color in zip(folders, differences(folders), itertools.cycle(COLORS)):
         events = read(folder)
         shape = shapes(events)["training"]
+        if shape["final"] is None:
+            continue
         tokens = {e["step"]: e["train/input_tokens"] + e["train/target_tokens"] for e in events if "train/loss" in e}
         for (losses, alignments), scale in zip(axes.T, (list(tokens), list(tokens.values()))):
             place = functools.partial(np.interp, xp=list(tokens), fp=scale)

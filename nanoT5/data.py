@@ -300,6 +300,7 @@ class Chunker:
         raise UserError(
             f"the corpus is too small: stream {number + 1} of {self.documents.streams} has fewer than "
             f"{self.raw_length} tokens; give more text, a smaller data.input_length or fewer data.streams"
+            + "".join(f" ({fault})" for fault in reading.faults[:1])
         )
 
 
@@ -496,8 +497,10 @@ def alternating(documents: list[Iterator[Document]], weights: list[float]) -> It
     """The texts of all sources, drawn as often as their weights say, until one has no more."""
     for n in itertools.count():
         (source,) = Mixture([], weights).draw(FIXED_SEED, np.array([n]))
-        document = next(documents[source], None)
-        if document is None:
+        document = next(documents[source])
+        if not document.text:
+            if n == 0 and document.faults:
+                raise UserError(f"no document of the corpus can be read: {document.faults[0]}")
             return
         yield document.text
 

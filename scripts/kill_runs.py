@@ -1,8 +1,8 @@
 """Kill a run at random moments, go on, and compare: python scripts/kill_runs.py [--kills 100] [key=value ...]
 
-One run is left alone. Another one with the same configuration is killed (SIGKILL) again and again, while it loads, in the
-middle of a step, of an evaluation or of writing a checkpoint, each time goes on by the same command, and in the end has
-to have the same weights, optimizer state and metrics, to the bit. Exit status 1 and a sentence if it has not.
+One run is left alone. Another one with the same configuration is killed (SIGKILL) again and again, while it loads, in
+the middle of a step, of an evaluation or of writing a checkpoint, each time goes on by the same command, and in the end
+has to have the same weights, optimizer state and metrics, to the bit. Exit status 1 and a sentence if it has not.
 """
 
 import argparse
@@ -32,6 +32,7 @@ def life(overrides: list[str]) -> None:
 
     from nanoT5 import main
 
+    multiprocessing.set_start_method("fork", force=True)  # so that data workers notice that their parent is gone
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     main.run(overrides)

@@ -82,6 +82,7 @@ def test_a_low_above_the_ceiling_does_not_count():
 
 
 def test_too_short_a_run():
+    assert set(curve.describe([], []).values()) == {None}
     assert curve.describe([3], [5.0]) == {"plateau": None, "plateau_start": None, "escape": None, "final": 5.0}
     assert curve.describe([10, 12], [5.0, 4.0])["escape"] is None
 
