@@ -135,6 +135,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     if accelerator.is_main_process:
         curve.draw([folder], folder / "curve.png")
         summary = log.write_summary(folder, summary | {"curve": curve.shapes(curve.read(folder))})
+    accelerator.wait_for_everyone()  # a launcher ends all processes when the first one is gone
     return summary
 
 
@@ -170,7 +171,8 @@ def enter(cfg: DictConfig, folder: Path, accelerator: Accelerator) -> tuple[obje
         folder.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
             lock = (folder / "config.yaml").open("a+")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # of this process alone, where flock's would live on in the data workers of one that was killed
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise log.taken(folder) from None
     except OSError as error:

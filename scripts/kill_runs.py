@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 TINY = [  # a run of some seconds, much of it evaluations and checkpoints
     *("model.d_model=32", "model.d_kv=8", "model.d_ff=48", "model.num_layers=2", "model.num_decoder_layers=2"),
-    *("data.input_length=32", "data.shuffle_block=16", "optim.batch_size=8"),
+    *("data.input_length=32", "data.shuffle_block=16", "optim.batch_size=8", "optim.warmup_steps=20"),
     *("eval.every_steps=7", "eval.steps=1", "eval.batch_size=8", "checkpoint.every_steps=5", "logging.every_steps=3"),
     *("device=cpu", "precision=fp32"),
 ]

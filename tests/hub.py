@@ -1,4 +1,7 @@
-"""A stand-in for the Hugging Face Hub on loopback: serves the data sets below a folder by the Hub's own protocol."""
+"""A stand-in for the Hugging Face Hub on loopback: serves what is below a folder by the Hub's own protocol.
+
+A folder owner/name is a data set and a model, whichever is asked for.
+"""
 
 import hashlib
 import json
@@ -21,16 +24,16 @@ class Handler(BaseHTTPRequestHandler):
         self.requests.append(self.path)
         url = urlparse(self.path)
         path = unquote(url.path)
-        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/[^/]+)?", path):
+        if match := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(/revision/[^/]+)?", path):
             if (self.root / match[1]).is_dir():
                 return self.send_json({"id": match[1], "sha": COMMIT, "private": False, "tags": [], "siblings": []})
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path):
+        if match := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path):
             repository = self.root / match[1]
             if (repository / match[2]).is_dir():
                 found = (repository / match[2]).glob("**/*" if "recursive=true" in url.query.lower() else "*")
                 return self.send_json([self.entry(repository, file) for file in sorted(found)])
-        if match := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+        if match := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             if (self.root / match[1] / match[2]).is_file():
                 return self.send_file(self.root / match[1] / match[2])
         self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})

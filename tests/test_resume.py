@@ -231,9 +231,10 @@ def test_other_changes_are_named_and_more_steps_are_none(tiny, partial, capsys):
 
 
 def test_two_runs_at_once_in_one_folder_are_refused(tiny, partial):
-    import fcntl
-
-    with (partial / "config.yaml").open() as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    locked = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", locked, partial / "config.yaml"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
         with pytest.raises(UserError, match="already holds a run"):
             main.run([*tiny, *OPTIONS, f"hydra.run.dir={partial}"])
+        other.communicate(b"\n")
