@@ -67,7 +67,7 @@ def test_c4(c4, tiny, tmp_path, documents):
         assert done.returncode == 0, done.stderr
     a, b, c = (json.loads((tmp_path / name / "summary.json").read_text()) for name in "abc")
     assert a["eval/loss"] == b["eval/loss"] == c["eval/loss"]
-    assert a["corpus"]["files"] == 32 and hub.COMMIT in a["corpus"]["first"]
+    assert a["corpus"][0]["files"] == 32 and hub.COMMIT in a["corpus"][0]["first"]
 
 
 @pytest.mark.parametrize(

@@ -497,7 +497,8 @@ def test_every_command_of_the_readme_is_accepted():
     commands = re.findall(r"^    .*python -m nanoT5\.main(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(commands) >= 8
     for words in (shlex.split(command, comments=True) for command in commands):
-        overrides = [word.split(",")[0] for word in words if word != "-m"]  # the first of a multirun's values
+        # the first of a multirun's values
+        overrides = [word if "[" in word else word.split(",")[0] for word in words if word != "-m"]
         config.check(config.load(overrides)[0])
 
 
