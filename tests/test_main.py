@@ -320,7 +320,7 @@ def test_header_and_log_lines(tiny, tmp_path):
     process = command(*tiny, "logging.every_steps=2", f"hydra.run.dir={tmp_path}")
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    for word in ("run ", "cpu", "fp32", "parameters", "MB", "512 pieces", "micro batch", "about", "tokens/s"):
+    for word in ("run ", "cpu", "fp32", "parameters", "MB", "512 ids", "micro batch", "about", "tokens/s"):
         assert word in out
     assert out.count("tokens/s") == 3
 
@@ -355,7 +355,6 @@ def faulty(tmp_path, corpus):
         "data.path=null": ["data.path", "text"],
         "data.text_column=body": ["text.jsonl, line", 'no string called "body"'],
         "data.mixture=[{source:docstrings}]": ["data.mixture", "data=mixture"],
-        "data=mixture": ["data.mixture", "source:text"],
         "data.name=x/y": ["data.name=x/y", "data=hub"],
         "model.init=xavier": ["model.init=xavier", "small_embedding"],
         "model.init_std=0": ["model.init_std=0", "above 0"],
@@ -506,4 +505,4 @@ def test_every_key_has_a_comment():
     for path in config.FOLDER.rglob("*.yaml"):
         for line in path.read_text().splitlines():
             if line.strip() and not line.strip().startswith(("#", "-")) and not line.rstrip().endswith(":"):
-                assert "#" in line or path.parent.name == "model", (path, line)
+                assert "#" in line or path.parent.name in ("model", "accelerate"), (path, line)
