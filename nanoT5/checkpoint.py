@@ -151,8 +151,8 @@ def load(path: Path, cfg: DictConfig, origin: dict, t5: nn.Module, optimizer: Op
     if state is None:
         raise UserError(f"checkpoint.resume={path} is not a whole checkpoint: name a run's folder or its step-N")
     before, now = state.pop("config"), config.flat(cfg)
-    differences = [f"{key}={before.get(key)} there, {now.get(key)} here" for key in now if before.get(key) != now[key]]
-    fatal = [text for text in differences if config.decides(text.split("=")[0])]
+    changed = {key: f"{key}={before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]}
+    fatal = [text for key, text in changed.items() if config.decides(key)]
     same_data = state.pop("origin") == origin
     if not same_data and not fatal:
         fatal = ["the text or the tokenizer is another one"]
@@ -161,14 +161,14 @@ def load(path: Path, cfg: DictConfig, origin: dict, t5: nn.Module, optimizer: Op
             f"checkpoint.resume: {path} was made with another configuration ({'; '.join(fatal)}): "
             "name another run folder, or say checkpoint.force=true to go on all the same"
         )
-    for text in differences:
-        if not config.is_free(text.split("=")[0]):
+    for key, text in changed.items():
+        if not config.is_free(key):
             print(f"since {path}: {text}", flush=True)
     load_weights(t5, "checkpoint.resume", path)
     if not same_data:
         state["data"] = None
     steps = state.pop("optimizer_steps")
-    if not any(text.startswith(("optim.name", "optim.rms_scale")) for text in fatal):
+    if changed.keys().isdisjoint(["optim.name", "optim.rms_scale"]):
         load_optimizer(path, steps, t5, optimizer)
     for key, value in state.items():
         if key in asdict(progress):

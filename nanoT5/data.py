@@ -35,14 +35,8 @@ from nanoT5.tokenizer import SENTINELS, Tokenizer
 
 FIXED_SEED = 0  # of what does not follow the run's seed: the tokenizer's sample and the evaluation batches
 DRAWS = 2**32  # added to a seed where it draws sources, so that it does not draw a sample's spans with the same numbers
-PART = (
-    "source",
-    "path",
-    "name",
-    "config",
-    "text_column",
-    "txt_document",
-)  # the keys of data that say what a source reads
+# the keys of data that say what a source reads
+PART = ("source", "path", "name", "config", "text_column", "txt_document")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Span corruption: Raffel et al. 2020, section 3.1.4, and t5.data.preprocessors of T5's code
@@ -328,9 +322,8 @@ class Parts(IterableDataset):
     """
 
     def __init__(self, streams: dict[int, Mixture], batch_size: int, corruption: Callable, seed: int, state: dict):
-        self.streams, self.batch_size, self.corruption, self.seed, self.state = (
-            *(streams, batch_size, corruption, seed, state),
-        )
+        self.streams, self.batch_size, self.corruption = streams, batch_size, corruption
+        self.seed, self.state = seed, state
 
     def __iter__(self):
         worker = get_worker_info()
@@ -468,8 +461,8 @@ def build(cfg) -> Data:
         data.num_workers,
     )
     origin = (
-        {"corpus": [corpus.digest for corpus in corpora], "weights": weights, "tokenizer": tokenizer.sha256}
-        | {"seed": cfg.seed}
+        {"corpus": [corpus.digest for corpus in corpora], "weights": weights}
+        | {"tokenizer": tokenizer.sha256, "seed": cfg.seed}
         | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block", "on_error")}
         | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())}
     )

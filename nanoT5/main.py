@@ -396,11 +396,8 @@ class Evaluator:
     @torch.compiler.set_stance("force_eager")  # compiled code would not call the hooks that watch attention
     def __call__(self) -> dict:
         self.t5.eval()
-        device, rank, processes = (
-            self.accelerator.device,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
+        device = self.accelerator.device
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct targets, targets
         with Alignment(self.t5, torch.as_tensor(self.sentinel_ids, device=device)) as alignment:
             for first in range(0, len(self.batches), processes):
