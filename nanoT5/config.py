@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nanoT5 import UserError, data, model, optim, sources
+from nanoT5 import UserError, corruption, data, model, optim, sources
 
 FOLDER = Path(__file__).parent.parent / "configs"
 
@@ -164,7 +164,7 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
     if cfg.data.num_workers > cfg.data.streams:
         yield f"data.num_workers={cfg.data.num_workers}: at most data.streams={cfg.data.streams} of them have work"
     try:
-        data.span_lengths(cfg.data.input_length, cfg.data.mlm_probability, cfg.data.mean_noise_span_length)
+        corruption.span_lengths(cfg.data.input_length, cfg.data.mlm_probability, cfg.data.mean_noise_span_length)
     except ValueError as error:
         yield f"data.input_length, data.mlm_probability and data.mean_noise_span_length do not go together: {error}"
     needs_weights = cfg.eval_only or not cfg.model.random_init

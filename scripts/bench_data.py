@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoT5 import config, data, main  # noqa: E402
+from nanoT5 import config, corruption, data, main  # noqa: E402
 
 ROUNDS, BATCHES = 15, 20  # turns of each, batches prepared a turn
 DOCUMENTS = 4000  # of the corpus, in the second part
@@ -106,7 +106,7 @@ class Pipeline2023:
 
     def noise_mask(self, rng: np.random.Generator) -> np.ndarray:
         """(R,) of which spans are noise, drawn for one sequence."""
-        noise, spans = data.span_counts(self.raw_length, 0.15, 3.0)
+        noise, spans = corruption.span_counts(self.raw_length, 0.15, 3.0)
         lengths = []
         for items in (self.raw_length - noise, noise):
             cuts = np.sort(rng.permutation(items - 1)[: spans - 1]) + 1
