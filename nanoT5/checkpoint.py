@@ -124,32 +124,30 @@ def found(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def intact(path: Path) -> dict | None:
-    """The state of a checkpoint of which nothing is missing or changed."""
+def is_intact(path: Path) -> bool:
+    """Whether nothing of a checkpoint is missing or changed."""
     try:
-        state = json.loads((path / "state.json").read_text())
-        return state if all(sha256(path / name) == state["sha256"][name] for name in TENSORS) else None
+        hashes = json.loads((path / "state.json").read_text())["sha256"]
+        return all(sha256(path / name) == hashes[name] for name in TENSORS)
     except (OSError, ValueError, KeyError):
-        return None
+        return False
 
 
-def choose(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest intact checkpoint of a run folder; None where there is none at all."""
-    paths = found(folder / "checkpoints")
-    for path in paths:
-        if intact(path):
-            return path
-        say(f"{path} is damaged")
-    if paths:
-        raise UserError(f"no checkpoint in {folder} is whole: name another folder, or remove {folder / 'checkpoints'}")
+def choose(path: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest intact checkpoint of a run folder, or path itself if it is one; None where there is none at all."""
+    there = [path] if (path / "state.json").exists() else found(path / "checkpoints")
+    for checkpoint in there:
+        if is_intact(checkpoint):
+            return checkpoint
+        say(f"{checkpoint} is damaged")
+    if there:
+        raise UserError(f"no checkpoint in {path} is whole: name another folder, or remove what is damaged")
     return None
 
 
 def load(path: Path, cfg: DictConfig, origin: dict, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
-    """Weights, optimizer state and progress of a checkpoint, after a comparison of its configuration with this one."""
-    state = intact(path)
-    if state is None:
-        raise UserError(f"checkpoint.resume={path} is not a whole checkpoint: name a run's folder or its step-N")
+    """Weights, optimizer state and progress of an intact checkpoint, if its configuration goes with this one."""
+    state = json.loads((path / "state.json").read_text())
     before, now = state.pop("config"), config.flat(cfg)
     changed = {key: f"{key}={before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]}
     fatal = [text for key, text in changed.items() if config.decides(key)]

@@ -30,8 +30,9 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # O
 
 
 def read(folder: Path) -> list[dict]:
-    """The log events of a run, in order."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The log events of a run, in order; a last line without an end is of an event that could not be written."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def series(events: list[dict], key: str) -> tuple[list[int], list]:

@@ -25,7 +25,7 @@ import hydra
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -45,7 +45,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     started = time.perf_counter()
     config.check(cfg)
     accelerator = set_up(cfg)
-    lock, begin = enter(cfg, folder, accelerator)
+    lock, begin = enter(cfg, folder) if accelerator.is_main_process else (None, None)
+    (begin,) = broadcast_object_list([begin])
     precision = choose_precision(cfg, accelerator.device)
 
     with accelerator.local_main_process_first():  # it fills the cache that the others read
@@ -55,7 +56,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     trained = distributed(cfg, t5, accelerator)
     evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator)
     if cfg.eval_only:
-        return log.write_summary(folder, evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False})
+        summary = evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False}
+        return log.write_summary(folder, summary) if accelerator.is_main_process else summary
 
     optimizer = optim.build(cfg.optim, t5)
     progress = log.Progress()
@@ -160,35 +162,30 @@ def set_up(cfg: DictConfig) -> Accelerator:
     return accelerator
 
 
-def enter(cfg: DictConfig, folder: Path, accelerator: Accelerator) -> tuple[object, Path | None]:
+def enter(cfg: DictConfig, folder: Path) -> tuple[object, Path | None]:
     """(what keeps other runs out of the folder, the checkpoint to go on from if any), with the config written there."""
-    resume, lock = cfg.checkpoint.resume, None
+    resume = cfg.checkpoint.resume
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if accelerator.is_main_process:
-            lock = (folder / "config.yaml").open("a+")
-            # of this process alone, where flock's would live on in the data workers of one that was killed
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = (folder / "config.yaml").open("a+")
+        # of this process alone, where flock's would live on in the data workers of one that was killed
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise log.taken(folder) from None
     except OSError as error:
         raise UserError(f"hydra.run.dir={folder} cannot be written ({error.strerror}): name another folder") from None
     if (resume == "never" or cfg.eval_only) and (folder / "metrics.jsonl").exists():
         raise log.taken(folder)
-    begin = checkpoint.choose(folder, accelerator.print)
+    begin = checkpoint.choose(folder, print)
     if resume not in ("auto", "never") and not begin:
-        begin = Path(resume)
-        if not (begin / "state.json").is_file():
-            begin = checkpoint.choose(begin, accelerator.print)
+        begin = checkpoint.choose(Path(resume), print)
         if not begin:
             raise UserError(
                 f"checkpoint.resume={resume} has no checkpoint: name a run's folder or its checkpoints/step-N"
             )
-    accelerator.wait_for_everyone()  # before the main process writes what the others have looked at
-    if lock:
-        lock.truncate(0)
-        lock.write(OmegaConf.to_yaml(cfg, resolve=True))
-        lock.flush()
+    lock.truncate(0)
+    lock.write(OmegaConf.to_yaml(cfg, resolve=True))
+    lock.flush()
     return lock, begin
 
 
@@ -320,6 +317,8 @@ def main() -> None:
         elif run(arguments)["interrupted"]:
             sys.exit(130)
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # the main process has most likely made the same mistake, and the launcher ends this one then
         sys.exit(f"nanoT5: {error}")
     except log.Diverged as error:
         print(f"nanoT5: {error}", file=sys.stderr)

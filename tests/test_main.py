@@ -318,6 +318,7 @@ def faulty(tmp_path, corpus):
         "data.path=null": ["data.path", "text"],
         "data.text_column=body": ["text.jsonl, line", 'no string called "body"'],
         "data.mixture=[{source:docstrings}]": ["data.mixture", "data=mixture"],
+        "data=mixture": ["data.mixture", "data=mixture"],
         "data.name=x/y": ["data.name=x/y", "data=hub"],
         "model.init=xavier": ["model.init=xavier", "small_embedding"],
         "model.init_std=0": ["model.init_std=0", "above 0"],

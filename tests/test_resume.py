@@ -49,7 +49,6 @@ def in_child(function) -> int:
     """Run a function in a forked process; the signal that ended it."""
     pid = os.fork()
     if pid == 0:
-        torch.set_num_threads(1)
         try:
             function()
         finally:
@@ -161,6 +160,14 @@ def test_no_whole_checkpoint_is_an_error_and_not_a_new_start(tiny, partial):
         (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="no checkpoint in .* is whole"):
         main.run([*tiny, *OPTIONS, f"hydra.run.dir={partial}"])
+
+
+def test_half_a_line_of_the_metrics_is_no_event(tiny, whole, partial):
+    """As a full disk leaves it."""
+    with (partial / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 12, "tra')
+    main.run([*tiny, *OPTIONS, "checkpoint.keep=null", f"hydra.run.dir={partial}"])
+    assert same(whole, partial, 24)
 
 
 @pytest.mark.parametrize("given", ["partial", "partial/checkpoints/step-8"])
