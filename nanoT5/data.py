@@ -19,7 +19,7 @@ import itertools
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +43,7 @@ PART = ("source", "path", "name", "config", "text_column", "txt_document")
 # Streams, chunks, shuffling
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a stream stands; (epoch, file, row) is the document in which its current block begins."""
 
     epoch: int = 0
@@ -59,11 +58,23 @@ def is_held_out(text: str, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
 
 
+@dataclass
+class Reading:
+    """What was read: how many documents and tokens of which kind, and what was wrong with them, in words."""
+
+    counts: Counter = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def __iadd__(self, other):
+        self.counts.update(other.counts)
+        self.faults += other.faults
+        return self
+
+
 class Document(NamedTuple):
     place: Place
     text: str
-    counts: Counter  # of what was read since the document before, this one included
-    faults: list[str]  # what was wrong with it, in words
+    reading: Reading  # since the document before, this one included
 
 
 @dataclass(frozen=True)
@@ -81,53 +92,38 @@ class Documents:
     def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[Document]:
         """One epoch from a place on; a last one without text has the counts of what followed the last with text.
 
-        Streams share out the rows of every file, to be of one size. Files that are not on this machine are read by one
-        stream only, where there are enough for the streams to be of about one size still.
+        Streams share out the rows of every file, or whole files where it comes to about the same.
         """
         split = self.corpus.held_out_files
         files = split if self.evaluation and split else self.corpus.files
         share = 1.0 if self.evaluation and split else 0.0 if split else self.held_out
-        whole_files = "://" in files[0] and len(files) >= 16 * self.streams
+        whole_files = self.corpus.equal_files >= 16 * self.streams
         order = np.random.default_rng([self.seed, epoch]).permutation(len(files))
-        counts, faults = Counter(), []
+        reading = Reading()
         for position in range(file, len(files)):
-            if whole_files and order[position] % self.streams != self.number:
-                continue
-            path, first = files[order[position]], row if position == file else 0
             shift = self.number - order[position]  # else stream 0 would get all files of a single row
-
-            def wanted(r: int, first=first, shift=shift) -> bool:
-                return r >= first and (whole_files or (r - shift) % self.streams == 0)
-
-            for r, text, fault in self.corpus.read(path, wanted):
+            if whole_files and shift % self.streams:
+                continue
+            path, first, step = files[order[position]], row if position == file else 0, 1
+            if not whole_files:
+                first, step = first + (shift - first) % self.streams, self.streams
+            for r, text, fault in self.corpus.read(path, first, step):
                 if fault:
                     if fault != sources.EMPTY:
-                        faults.append(f"{path}, {sources.FORMATS[sources.ending(path)][2]} {r + 1}: {fault}")
+                        words = f"{path}, {sources.FORMATS[sources.ending(path)][2]} {r + 1}: {fault}"
                         if self.on_error == "raise":
-                            raise UserError(f"{faults[-1]} (data.on_error=raise)")
-                    counts[fault] += 1
+                            raise UserError(f"{words} (data.on_error=raise)")
+                        reading.faults.append(words)
+                    reading.counts[fault] += 1
                 if not text:
-                    counts["documents_skipped"] += 1
+                    reading.counts["documents_skipped"] += 1
                 elif is_held_out(text, share) != self.evaluation:
-                    counts["documents_held_out"] += 1
+                    reading.counts["documents_held_out"] += 1
                 else:
-                    counts["documents"] += 1
-                    yield Document(Place(epoch, position, r), text, counts, faults)
-                    counts, faults = Counter(), []
-        yield Document(Place(epoch, len(files)), "", counts, faults)
-
-
-@dataclass
-class Reading:
-    """What was read for a block of chunks."""
-
-    counts: Counter = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-
-    def __iadd__(self, other):
-        self.counts.update(other.counts)
-        self.faults += other.faults
-        return self
+                    reading.counts["documents"] += 1
+                    yield Document(Place(epoch, position, r), text, reading)
+                    reading = Reading()
+        yield Document(Place(epoch, len(files)), "", reading)
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ class Chunker:
     """Documents to chunks of raw_length ids, each document closed by eos."""
 
     documents: Documents
-    encode: Callable[[list[str]], list[list[int]]]
+    encode: Callable[[list[str]], list[np.ndarray]]  # to int32 ids
     eos_id: int
     raw_length: int
     block: int  # chunks that are shuffled together
@@ -152,20 +148,20 @@ class Chunker:
         while True:
             while tokens < wanted and (group := list(itertools.islice(documents, 64))):
                 for document, ids in zip(group, self.encode([document.text for document in group])):
-                    ids = np.array([*ids, self.eos_id] if document.text else [], dtype=np.int32)
-                    document.counts["tokens"] += len(ids)
+                    ids = np.append(ids, np.int32(self.eos_id)) if document.text else ids
+                    document.reading.counts["tokens"] += len(ids)
                     pending.append((document, ids))
                     tokens += len(ids)
             chunks = min(tokens // self.raw_length, self.block)
             end = skip + chunks * self.raw_length
             ids = np.concatenate([ids for _, ids in pending])[skip:end]
-            place, reading = replace(pending[0][0].place, skip=skip), Reading()
+            place, reading = pending[0][0].place._replace(skip=skip), Reading()
             begun = 0  # tokens before a document
             for i, (document, its) in enumerate(pending):
                 if begun >= end and chunks:
                     break
                 if i or not skip:  # else it was counted with the block in which it begins
-                    reading += document
+                    reading += document.reading
                 begun += len(its)
             if not chunks:
                 reading.counts["tokens_dropped"] += tokens
@@ -180,15 +176,15 @@ class Chunker:
     def shuffled(self, start: Place) -> Iterator[tuple[Place, np.ndarray, Reading]]:
         """(place after it, chunk int32 (raw_length,), what was read for it) without end, permuted within each block."""
         seed, number = self.documents.seed, self.documents.number
-        epoch_start, empty, reading = replace(start, used=0), False, Reading()
+        epoch_start, empty, reading = start._replace(used=0), False, Reading()
         while not empty:
             empty = True
             for place, block, more in self.epoch(epoch_start):
                 reading += more
-                order = np.random.default_rng([seed, number, *astuple(place)]).permutation(len(block))
-                used = start.used if place == replace(start, used=0) else 0
+                order = np.random.default_rng([seed, number, *place]).permutation(len(block))
+                used = start.used if place == start._replace(used=0) else 0
                 for i in range(used, len(block)):
-                    yield replace(place, used=i + 1), block[order[i]], reading if i == 0 else Reading()
+                    yield place._replace(used=i + 1), block[order[i]], reading if i == 0 else Reading()
                 if len(block):
                     empty, reading = False, Reading()
             epoch_start = Place(epoch_start.epoch + 1)
@@ -246,7 +242,7 @@ class Parts(IterableDataset):
             except UserError as error:
                 yield error  # raised in a worker process it would arrive wrapped in a traceback
                 return
-            yield index, *self.corruption(rows, index), {s: list(map(astuple, places[s])) for s in mine}, reading
+            yield index, *self.corruption(rows, index), {s: places[s].copy() for s in mine}, reading
 
 
 def leave_process_group(worker: int) -> None:
@@ -276,7 +272,7 @@ def training_batches(
     """
     state = state or {
         "samples": 0,
-        "places": [[list(astuple(Place()))] * len(mixture.chunkers) for mixture in streams],
+        "places": [[Place()] * len(mixture.chunkers) for mixture in streams],
         "counts": {},
     }
     own = {s: mixture for s, mixture in enumerate(streams) if s % world_size == rank}
@@ -296,7 +292,7 @@ def training_batches(
             if isinstance(part, UserError):
                 raise part
             for stream, place in part[3].items():
-                places[stream] = list(map(list, place))
+                places[stream] = place
             reading += part[4]
         counts.update(reading.counts)
         index, input_ids, labels = (torch.cat([part[i] for part in group]) for i in range(3))
@@ -393,8 +389,8 @@ def alternating(documents: list[Iterator[Document]], weights: list[float]) -> It
         (source,) = Mixture([], weights).draw(FIXED_SEED, np.array([n]))
         document = next(documents[source])
         if not document.text:
-            if n == 0 and document.faults:
-                raise UserError(f"no document of the corpus can be read: {document.faults[0]}")
+            if n == 0 and document.reading.faults:
+                raise UserError(f"no document of the corpus can be read: {document.reading.faults[0]}")
             return
         yield document.text
 

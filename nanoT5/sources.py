@@ -1,6 +1,6 @@
 """Sources of text: files in which each row is a document, and the corpus that is on every machine.
 
-A corpus names its files and reads them: (row number, text, fault) of the wanted rows of one. A fault says what was
+A corpus names its files and reads them: (row number, text, fault) of every n-th row of one. A fault says what was
 wrong with a row; where nothing could be saved of it, its text is empty. What is here knows nothing of tokens.
 """
 
@@ -37,7 +37,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-Wanted = Callable[[int], bool]
 Rows = Iterator[tuple[int, str, str | None]]  # row number, text, fault
 
 EMPTY = "empty"  # the one fault that is nobody's mistake
@@ -46,11 +45,12 @@ EMPTY = "empty"  # the one fault that is nobody's mistake
 @dataclass(frozen=True)
 class Corpus:
     files: list[str]  # paths, or addresses that fsspec opens
-    read: Callable[[str, Wanted], Rows]
+    read: Callable[[str, int, int], Rows]  # of a file the rows first, first + step, ...
     digest: str  # tells corpora apart
     headline: str  # printed
     description: dict  # stored with the run
     held_out_files: list[str] | None = None  # of a corpus with a validation split; else documents are held out
+    equal_files: float = 1.0  # how many files it would be if all were as large as the largest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,24 +147,24 @@ def ending(path: str) -> str:
     return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def read(path: str, wanted: Wanted, column: str, document: str) -> Rows:
-    """The wanted rows of a file in their order; document: what one is in a .txt file, "paragraph" or "file"."""
+def read(path: str, first: int, step: int, column: str, document: str) -> Rows:
+    """Every step-th row of a file from `first` on; document: what one is in a .txt file, "paragraph" or "file"."""
     rows_of, text_of, _ = FORMATS[ending(path)]
     if rows_of is paragraphs and document == "file":
         rows_of = whole
-    row = -1
+    count = itertools.count()
     try:
-        for row, raw in enumerate(rows_of(path, column)):
-            if wanted(row):
-                text, fault = text_of(raw, column)
-                if "\0" in text:
-                    text, fault = text.replace("\0", ""), "NUL, removed"
-                yield row, *((text, fault) if text.strip() else ("", fault or EMPTY))
+        for row, raw in itertools.islice(zip(count, rows_of(path, column)), first, None, step):
+            text, fault = text_of(raw, column)
+            if "\0" in text:
+                text, fault = text.replace("\0", ""), "NUL, removed"
+            yield row, *((text, fault) if text.strip() else ("", fault or EMPTY))
     except DAMAGES:
-        if wanted(row + 1):
-            yield row + 1, "", "damaged from here on"
+        row = next(count) - 1
+        if row >= first and (row - first) % step == 0:
+            yield row, "", "damaged from here on"
     except OSError as error:
-        raise UserError(f"{path} cannot be read on from row {row + 2}: {error}") from None
+        raise UserError(f"{path} cannot be read on from row {next(count)}: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,14 +192,15 @@ def text(data, cache: Path) -> Corpus:
         else:
             files.append(file)
             others.append(file)
-    size = sum(file.stat().st_size for file in files)
+    sizes = [file.stat().st_size for file in files]
+    size = sum(sizes)
     if size == 0:
         raise UserError(f"data.path={data.path} has no text in it")
     headline = f"{data.path}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.1f} MB"
     headline += f", {repeated} more with the same content left out" * (repeated > 0)
     facts = {"path": data.path, "files": len(files), "bytes": size, "repeated_files": repeated}
     digest = hashlib.sha256(repr([(file.name, fingerprint(file)) for file in files]).encode()).hexdigest()
-    return Corpus(list(map(str, files)), reader(data), digest, headline, facts)
+    return Corpus(list(map(str, files)), reader(data), digest, headline, facts, equal_files=size / max(sizes))
 
 
 def fingerprint(file: Path, end: int = 2**16) -> str:
@@ -211,7 +212,7 @@ def fingerprint(file: Path, end: int = 2**16) -> str:
         return hashlib.sha256(first + content.read() + str(size).encode()).hexdigest()
 
 
-def reader(data) -> Callable[[str, Wanted], Rows]:
+def reader(data) -> Callable[[str, int, int], Rows]:
     return functools.partial(read, column=data.text_column, document=data.txt_document)
 
 
@@ -230,7 +231,7 @@ def saved(data, cache: Path) -> Corpus:
     facts = {"path": data.path, "files": len(files["train"]), "rows": splits["train"].num_rows}
     digest = hashlib.sha256(repr([fingerprint(Path(file)) for file in files["train"]]).encode()).hexdigest()
     headline = f"{data.path}: {splits['train'].num_rows:,} rows"
-    return Corpus(files["train"], reader(data), digest, headline, facts, files.get("validation"))
+    return Corpus(files["train"], reader(data), digest, headline, facts, files.get("validation"), len(files["train"]))
 
 
 def hub(data, cache: Path) -> Corpus:
@@ -255,7 +256,9 @@ def hub(data, cache: Path) -> Corpus:
     headline = f"{data.name} {data.config or ''} on the Hub: {len(files['train']):,} files of training text"
     facts = {"name": data.name, "config": data.config, "files": len(files["train"]), "first": files["train"][0]}
     digest = hashlib.sha256(repr(files).encode()).hexdigest()
-    return Corpus(files["train"], reader(data), digest, headline, facts, files["validation"] or None)
+    return Corpus(
+        files["train"], reader(data), digest, headline, facts, files["validation"] or None, len(files["train"])
+    )
 
 
 # Folders of no interest to a reader of documentation: tests, and copies of other packages.

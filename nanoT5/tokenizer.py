@@ -37,7 +37,7 @@ PROBE = " Tokenizers that\n\tagree ON this  are the same, “naïve” e\u0301 \
 class Tokenizer:
     """What pretraining needs of a tokenizer, whichever library it comes from."""
 
-    encode: Callable[[list[str]], list[list[int]]]  # texts to ids, without pad, eos and sentinels
+    encode: Callable[[list[str]], list[np.ndarray]]  # texts to int32 ids, without pad, eos and sentinels
     decode: Callable[[list[int]], str]
     save: Callable[[Path], None]  # writes a folder that transformers.AutoTokenizer loads
     pad_id: int
@@ -61,7 +61,7 @@ def load(name: str) -> Tokenizer:
     if (path / "spiece.model").is_file():
         quick = from_sentencepiece((path / "spiece.model").read_bytes(), str(path))
         # a folder can have more to it than its SentencePiece model: lower-casing, tokens that were added
-        if quick.size == tokenizer.size and quick.encode([PROBE]) == tokenizer.encode([PROBE]):
+        if quick.size == tokenizer.size and np.array_equal(quick.encode([PROBE]), tokenizer.encode([PROBE])):
             return quick
     return tokenizer
 
@@ -85,7 +85,8 @@ def from_sentencepiece(model: bytes, description: str) -> Tokenizer:
         export.save_pretrained(folder)
         (folder / "spiece.model").write_bytes(model)  # for load()
 
-    return finished(export, processor.encode, save, pieces, hashlib.sha256(model).hexdigest(), description)
+    encode = functools.partial(processor.encode, out_type="numpy")
+    return finished(export, encode, save, pieces, hashlib.sha256(model).hexdigest(), description)
 
 
 def from_transformers(name: str) -> Tokenizer:
@@ -141,7 +142,9 @@ def finished(
     description: str,
 ) -> Tokenizer:
     before, sentinels = set(before), export.convert_tokens_to_ids(NAMES)
-    special = frozenset([export.pad_token_id, export.eos_token_id, *sentinels])
+    size = max(export.get_vocab().values()) + 1  # more than len(export) where some ids have no token
+    special = np.zeros(size, dtype=bool)
+    special[[export.pad_token_id, export.eos_token_id, *sentinels]] = True
     added = [token for token in (export.pad_token, export.eos_token) if token not in before]
     if new := len(set(NAMES) - before):
         added.append(f"{new} sentinels")
@@ -153,7 +156,7 @@ def finished(
             pad_id=export.pad_token_id,
             eos_id=export.eos_token_id,
             sentinel_ids=np.array(sentinels),
-            size=max(export.get_vocab().values()) + 1,  # more than len(export) where some ids have no token
+            size=size,
             sha256=sha256,
             description=f"{description}, {' + '.join([f'{len(before):,} ids', *added])}",
         )
@@ -163,14 +166,14 @@ def finished(
 # Functions of the module, so that they can be sent to worker processes
 
 
-def without(special: frozenset[int], encode: Callable, texts: list[str]) -> list[list[int]]:
-    """Encode, leaving out special tokens that a text spells out, as "</s>" in a web page."""
-    found = encode(texts)
-    return [ids if special.isdisjoint(ids) else [id for id in ids if id not in special] for ids in found]
+def without(special: np.ndarray, encode: Callable, texts: list[str]) -> list[np.ndarray]:
+    """Encode, leaving out special tokens that a text spells out, as "</s>" in a web page; special: bool (size,)."""
+    return [ids[~special[ids]] if special[ids].any() else ids for ids in encode(texts)]
 
 
-def encode_with(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False).input_ids
+def encode_with(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    found = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False).input_ids
+    return [np.array(ids, dtype=np.int32) for ids in found]
 
 
 def checked(tokenizer: Tokenizer) -> Tokenizer:

@@ -76,7 +76,7 @@ def texts(cfg, budget: int) -> Iterator[str]:
                 bar.update(len(document.text))
                 characters += len(document.text)
                 documents += document.text != ""
-                faults += document.faults
+                faults += document.reading.faults
                 yield document.text
         print(f"sampled {characters:,} characters in {documents:,} documents")
         if faults:

@@ -3,7 +3,6 @@ import itertools
 import json
 import pickle
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +23,8 @@ def letters(texts):
     return [[ord(c) % 900 + 2 for c in text] for text in texts]
 
 
-def read(path, wanted=lambda row: True, column="text", document="paragraph"):
-    return list(sources.read(str(path), wanted, column, document))
+def read(path, first=0, step=1, column="text", document="paragraph"):
+    return list(sources.read(str(path), first, step, column, document))
 
 
 def corpus_of(*paths, held_out_files=None, document="paragraph") -> sources.Corpus:
@@ -181,7 +180,7 @@ def test_what_workers_get_can_be_pickled(small, corpus, cache, tmp_path):
             encode = tokenizer.load(str(folder)).encode
         else:
             encode = tokenizer.load(str(tmp_path / "spiece.model")).encode
-        assert pickle.loads(pickle.dumps(encode))(texts[:3]) == encode(texts[:3])
+        assert all(map(np.array_equal, pickle.loads(pickle.dumps(encode))(texts[:3]), encode(texts[:3])))
 
 
 @pytest.mark.parametrize(
@@ -283,4 +282,4 @@ def test_a_place_is_where_its_block_begins(small):
     assert len(blocks) > 5
     for i, (place, block, _) in enumerate(blocks):
         again_place, again, _ = next(chunker.epoch(place))
-        assert again_place == place == replace(place, used=0) and (again == block).all(), i
+        assert again_place == place == place._replace(used=0) and (again == block).all(), i

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import torch
 
 from nanoT5 import UserError, checkpoint, main, optim
 

@@ -9,11 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanoT5 import UserError, sources
+from nanoT5 import UserError, data, sources
 
 
-def read(path, wanted=lambda row: True, column="text", document="paragraph"):
-    return list(sources.read(str(path), wanted, column, document))
+def read(path, first=0, step=1, column="text", document="paragraph"):
+    return list(sources.read(str(path), first, step, column, document))
 
 
 def corpus(path, **keys) -> sources.Corpus:
@@ -24,8 +24,27 @@ def test_txt_documents_are_separated_by_blank_lines(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n\n\nfour".encode())
     documents = [(0, "one\ntwo\n", None), (1, "three\n", None), (2, "four", None)]
     assert read(tmp_path / "a.txt") == documents
-    assert read(tmp_path / "a.txt", lambda row: row == 1) == documents[1:2]
+    assert read(tmp_path / "a.txt", 1, 2) == documents[1::2]
     assert read(tmp_path / "a.txt", document="file") == [(0, "one\ntwo\n\n \nthree\n\n\nfour", None)]
+
+
+@pytest.mark.parametrize("largest, shared_out", [(1, "files"), (40, "rows")])
+def test_streams_share_out_whole_files_where_these_are_alike(tmp_path, largest, shared_out):
+    """A file need not be read, or unpacked, by every stream then."""
+    for file in range(64):
+        rows = [f"file {file:02}, row {row:02}" for row in range(3 * (largest if file == 5 else 1))]
+        (tmp_path / f"{file:02}.txt").write_text("\n\n".join(rows))
+    streams = [
+        [document.text.strip() for document in data.Documents(corpus(tmp_path), 0.0, 0, n, 4).read(0)][:-1]
+        for n in range(4)
+    ]
+    texts = [text for stream in streams for text in stream]
+    assert len(texts) == len(set(texts)) == 3 * (63 + largest)
+    files = [{text[:7] for text in stream} for stream in streams]
+    if shared_out == "files":
+        assert sum(map(len, files)) == 64
+    sizes = list(map(len, streams))
+    assert max(sizes) <= 1.2 * min(sizes)
 
 
 ROWS = ["The first document.", "", "The third, \u00e4\u00f6\u00fc.\nOf two lines.", "The last."]
@@ -51,7 +70,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     path = write_as(tmp_path / name, ROWS)
     rows = [(i, text, None if text else sources.EMPTY) for i, text in enumerate(ROWS)]
     assert read(path) == rows
-    assert read(path, lambda row: row >= 2) == rows[2:]
+    assert read(path, 2) == rows[2:]
     if path.suffix in (".parquet", ".arrow"):
         with pytest.raises(UserError, match="data.text_column=body is not in .*text"):
             read(path, column="body")
@@ -108,7 +127,7 @@ def test_a_file_that_was_cut_off(tmp_path, name):
     whole = found[:-1]
     assert whole == [(i, rows[i], None) for i in range(len(whole))]
     assert name == "a.parquet" or len(whole) > 5_000  # whose table of contents is at its end
-    streams = [read(path, lambda row, n=n: row % 3 == n) for n in range(3)]
+    streams = [read(path, n, 3) for n in range(3)]
     assert sorted(row for stream in streams for row in stream) == sorted(found)
 
 
@@ -156,9 +175,9 @@ def test_a_folder_of_save_to_disk(tmp_path):
     train.save_to_disk(tmp_path / "single", num_shards=2)
     datasets.DatasetDict({"train": train, "validation": validation}).save_to_disk(tmp_path / "both")
     single, both = saved(tmp_path / "single"), saved(tmp_path / "both")
-    assert [text for file in single.files for _, text, _ in single.read(file, lambda row: True)] == ROWS
+    assert [text for file in single.files for _, text, _ in single.read(file, 0, 1)] == ROWS
     assert single.held_out_files is None
-    assert [text for file in both.held_out_files for _, text, _ in both.read(file, lambda row: True)] == ["held out"]
+    assert [text for file in both.held_out_files for _, text, _ in both.read(file, 0, 1)] == ["held out"]
     with pytest.raises(UserError, match="not a folder of datasets.save_to_disk"):
         saved(tmp_path)
 
