@@ -89,16 +89,16 @@ def corrupt(
     text_lengths = random_segments(bits[:, : text - 1], spans)
     noise_lengths = random_segments(bits[:, text - 1 :], spans)
     ends = np.stack([text_lengths, noise_lengths], axis=2).reshape(rows, 2 * spans).cumsum(axis=1)
-    starts = np.zeros((rows, raw_length), dtype=np.int64)
-    np.put_along_axis(starts, ends[:, :-1], 1, axis=1)
-    segment = starts.cumsum(axis=1)  # 0 text, 1 noise, 2 text, ...
-    starts[:, 0] = 1
-    sentinels = sentinel_ids[segment // 2]
+    starts = np.zeros((rows, raw_length), dtype=bool)
+    np.put_along_axis(starts, ends[:, :-1], True, axis=1)
+    is_noise = np.logical_xor.accumulate(starts, axis=1)
+    starts[:, 0] = True
 
     def side(hidden: np.ndarray, kept: int) -> np.ndarray:
-        first = hidden & (starts == 1)
-        ids = np.where(first, sentinels, chunks)[first | ~hidden].reshape(rows, kept + spans)
+        first = hidden & starts
+        ids = chunks.astype(np.int64)
+        ids[first] = np.tile(sentinel_ids[:spans], rows)
+        ids = ids[first | ~hidden].reshape(rows, kept + spans)
         return np.concatenate([ids, np.full((rows, 1), eos_id)], axis=1)
 
-    is_noise = segment % 2 == 1
     return side(is_noise, text), side(~is_noise, noise)

@@ -1,14 +1,23 @@
-"""How fast text becomes batches: python scripts/bench_data.py [key=value ...]
+"""How fast text becomes batches: python scripts/bench_data.py [--documents N] [key=value ...]
 
 1. Batches are prepared, in one process, that many times faster than the model consumes them.
 2. At T5's lengths (512 inputs, 114 targets) that is so many tokens of text a second on one core, against the way of the
    2023 nanoT5: Transformers' tokenizer in datasets.map over 1,000 documents at a time, then a collator that corrupts
-   one sequence after the other in numpy. Both read the same .jsonl file with the same tokenizer.
+   one sequence after the other in numpy. Both read the same .jsonl file with the same tokenizer; what the tokenizer
+   alone does in a second is the limit.
+3. The first batch of a data set with as many files as C4, on a Hugging Face Hub of this machine's own.
+4. With --documents: the memory that reading so many takes.
 
 What is compared takes turns in one process, so that a noisy machine does not decide; the ratios are of medians.
 """
 
+import argparse
+import gzip
 import itertools
+import json
+import multiprocessing
+import os
+import resource
 import sys
 import tempfile
 import time
@@ -20,9 +29,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from nanoT5 import config, corruption, data, main  # noqa: E402
+from tests import hub  # noqa: E402
 
 ROUNDS, BATCHES = 15, 20  # turns of each, batches prepared a turn
 DOCUMENTS = 4000  # of the corpus, in the second part
+FILES = 1024  # of C4
 
 
 def seconds(function, *arguments) -> float:
@@ -31,7 +42,7 @@ def seconds(function, *arguments) -> float:
     return time.perf_counter() - started
 
 
-def against_the_model(cfg) -> None:
+def against_the_model(cfg) -> data.Data:
     accelerator = main.set_up(cfg)
     text = data.build(cfg)
     t5 = main.build_model(cfg, main.model_shape(cfg, text.tokenizer), accelerator)
@@ -48,27 +59,61 @@ def against_the_model(cfg) -> None:
     prepared, consumed = median(preparing), median(consuming)
     print(f"a batch: {prepared * 1e3:.2f} ms, its forward and backward pass: {consumed * 1e3:.1f} ms")
     print(f"ratio: {consumed / prepared:.0f}")
+    return text
 
 
-def against_2023(cfg) -> None:
-    text = data.build(cfg)
-    (path,) = text.corpora[0].files
-    lines = list(itertools.islice(open(path), DOCUMENTS))
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "text.jsonl").write_text("".join(lines))
-        cfg.data.source, cfg.data.path, cfg.data.held_out = "text", f"{folder}/text.jsonl", 0.02
-        text.tokenizer.save(Path(folder, "tokenizer"))
-        text = data.build(cfg)
-        old = Pipeline2023(Path(folder), text)
-        ours, theirs = [], []
-        tokens = cfg.optim.batch_size * text.raw_length
-        for _ in range(3):
-            batches = text.batches()
-            ours.append(tokens * BATCHES / seconds(list, itertools.islice(batches, BATCHES)))
-            theirs.append(old.tokens_a_second())
-    ours, theirs = median(ours), median(theirs)
-    print(f"text to batches of {cfg.optim.batch_size} x ({cfg.data.input_length} + {text.target_length}):")
-    print(f"{ours:,.0f} tokens/s, as in 2023 {theirs:,.0f}, ratio {ours / theirs:.1f}")
+def against_2023(text: data.Data, folder: Path) -> None:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    lines = list(itertools.islice(open(text.corpora[0].files[0]), DOCUMENTS))
+    (folder / "text.jsonl").write_text("".join(lines))
+    text.tokenizer.save(folder / "tokenizer")
+    options = [f"data.path={folder}/text.jsonl", f"data.tokenizer={folder}/tokenizer", "data.shuffle_block=64"]
+    cfg = config.load(["data=text", "data.input_length=512", *options])[0]
+    text, texts = data.build(cfg), [json.loads(line)["text"] for line in lines]
+    old = Pipeline2023(folder, text)
+    ours, theirs, limit = [], [], []
+    for _ in range(3):
+        batches = text.batches()
+        ours.append(
+            cfg.optim.batch_size * text.raw_length * BATCHES / seconds(list, itertools.islice(batches, BATCHES))
+        )
+        theirs.append(old.tokens_a_second())
+        limit.append(sum(map(len, text.tokenizer.encode(texts))) / seconds(text.tokenizer.encode, texts))
+    ours, theirs, limit = map(median, (ours, theirs, limit))
+    print(f"text to batches of {cfg.optim.batch_size} x ({cfg.data.input_length} + {text.target_length}), one core:")
+    print(
+        f"{ours:,.0f} tokens/s, as in 2023 {theirs:,.0f}, ratio {ours / theirs:.1f}; the tokenizer alone {limit:,.0f}"
+    )
+
+
+def from_a_hub(folder: Path) -> None:
+    lines = list(itertools.islice(open(folder / "text.jsonl"), 500))
+    content = gzip.compress("".join(lines).encode())
+    hub.write_c4(folder, train=[content] * FILES, validation=[content])
+    with hub.serving(folder) as (address, _):
+        os.environ |= {"HF_ENDPOINT": address, "HF_HOME": str(folder)}  # which libraries read when they are loaded
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            took = pool.apply(
+                first_batch, [["task=hump_c4", f"data.tokenizer={folder}/tokenizer", "data.num_workers=0"]]
+            )
+    print(f"first batch of {FILES:,} files on a Hub of this machine: {took:.1f} s")
+
+
+def first_batch(overrides: list[str]) -> float:
+    """Seconds until there is one, held-out batches included."""
+    return seconds(lambda: next(data.build(config.load(overrides)[0]).batches()))
+
+
+def memory(folder: Path, documents: int) -> None:
+    with (folder / "many.jsonl").open("w") as file:
+        file.writelines(f'{{"text": "This is document {i} of many, which are all short."}}\n' for i in range(documents))
+    options = [f"data.path={folder}/many.jsonl", f"data.tokenizer={folder}/tokenizer", "optim.batch_size=1024"]
+    batches = data.build(config.load(["data=text", *options])[0]).batches()
+    for share in (0.1, 1.0):
+        # one in fifty is held out
+        state = next(state for _, state, _ in batches if state["counts"]["documents"] >= 0.95 * share * documents)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(f"{state['counts']['documents']:,} documents read: {peak} MB at most")
 
 
 class Pipeline2023:
@@ -123,8 +168,15 @@ class Pipeline2023:
 
 
 if __name__ == "__main__":
-    given = config.load(sys.argv[1:])[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of nanoT5.main, for the first part")
+    parser.add_argument("--documents", type=int, metavar="N", help="measure the memory that reading so many takes")
+    arguments = parser.parse_intermixed_args()
+    given = config.load(arguments.overrides)[0]
     config.check(given)
-    against_the_model(given)
-    at_length = config.load(["data.input_length=512", "data.shuffle_block=64", *sys.argv[1:]])[0]
-    against_2023(at_length)
+    corpus = against_the_model(given)
+    with tempfile.TemporaryDirectory() as work:
+        against_2023(corpus, Path(work))
+        from_a_hub(Path(work))
+        if arguments.documents:
+            memory(Path(work), arguments.documents)

@@ -13,6 +13,26 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+C4_CARD = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+  - split: validation
+    path: en/c4-validation.*.json.gz
+---
+"""
+
+
+def write_c4(root: Path, **splits: list[bytes]) -> None:
+    """allenai/c4 with these .json.gz files in its splits train and validation."""
+    folder = root / "allenai" / "c4" / "en"
+    folder.mkdir(parents=True)
+    (folder.parent / "README.md").write_text(C4_CARD)
+    for split, files in splits.items():
+        for i, content in enumerate(files):
+            (folder / f"c4-{split}.{i:05d}-of-{len(files):05d}.json.gz").write_bytes(content)
 
 
 class Handler(BaseHTTPRequestHandler):

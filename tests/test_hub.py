@@ -14,31 +14,18 @@ import pytest
 from nanoT5 import main
 
 ROOT = Path(main.__file__).parent.parent
-CARD = """---
-configs:
-- config_name: en
-  data_files:
-  - split: train
-    path: en/c4-train.*.json.gz
-  - split: validation
-    path: en/c4-validation.*.json.gz
----
-"""
 
 
 @pytest.fixture(scope="module")
 def c4(documents, tmp_path_factory):
     """A folder with allenai/c4: 32 files to train on, 2 to validate with."""
     root = tmp_path_factory.mktemp("hub")
-    folder = root / "allenai" / "c4" / "en"
-    folder.mkdir(parents=True)
-    (folder.parent / "README.md").write_text(CARD)
-    for split, count, texts in (("train", 32, documents[8:]), ("validation", 2, documents[:8])):
-        for i in range(count):
-            lines = [json.dumps({"text": text, "url": "", "timestamp": ""}) for text in texts[i::count]]
-            (folder / f"c4-{split}.{i:05d}-of-{count:05d}.json.gz").write_bytes(
-                gzip.compress("\n".join(lines).encode())
-            )
+
+    def files(texts: list[str], count: int) -> list[bytes]:
+        lines = [json.dumps({"text": text, "url": "", "timestamp": ""}) for text in texts]
+        return [gzip.compress("\n".join(lines[i::count]).encode()) for i in range(count)]
+
+    hub.write_c4(root, train=files(documents[8:], 32), validation=files(documents[:8], 2))
     return root
 
 
