@@ -92,12 +92,13 @@ class Documents:
     def read(self, epoch: int, file: int = 0, row: int = 0) -> Iterator[Document]:
         """One epoch from a place on; a last one without text has the counts of what followed the last with text.
 
-        Streams share out the rows of every file, or whole files where it comes to about the same.
+        Streams share out the rows of every file, or whole files where that comes to about the same.
         """
         split = self.corpus.held_out_files
         files = split if self.evaluation and split else self.corpus.files
         share = 1.0 if self.evaluation and split else 0.0 if split else self.held_out
-        whole_files = self.corpus.equal_files >= 16 * self.streams
+        even = len(files) % self.streams == 0 and self.corpus.equal_files >= 0.9 * len(files)
+        whole_files = even or self.corpus.equal_files >= 16 * self.streams
         order = np.random.default_rng([self.seed, epoch]).permutation(len(files))
         reading = Reading()
         for position in range(file, len(files)):

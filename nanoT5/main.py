@@ -90,7 +90,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             folder / "checkpoints", t5, optimizer, state, cfg.checkpoint.keep, accelerator.is_main_process
         )
 
-    if not begin:
+    if accelerator.is_main_process and not begin:
         events.write({"data/unigram_entropy": text.unigram_entropy})
     with stop_on_signal() as stop:
         while not last:

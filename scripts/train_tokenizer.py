@@ -110,7 +110,7 @@ def command_line() -> None:
         raise UserError(f"{output.parent} may not be written: name another folder, or change its permissions")
     sentences = tokenizer.cut(texts(cfg, arguments.characters))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SentencePiece would not hear of a Ctrl-C before it is done
-    print(f"training {cfg.data.vocab_size:,} pieces on {len(sentences):,} lines", flush=True)
+    print(f"training {cfg.data.vocab_size:,} pieces on {len(sentences):,} lines, a minute or more", flush=True)
     model = tokenizer.fit(sentences, cfg.data.vocab_size, byte_fallback=arguments.byte_fallback)
     description = tokenizer.from_sentencepiece(model, str(output)).description  # what cannot be used is not written
     sources.write_whole(output, model)

@@ -28,10 +28,12 @@ def test_txt_documents_are_separated_by_blank_lines(tmp_path):
     assert read(tmp_path / "a.txt", document="file") == [(0, "one\ntwo\n\n \nthree\n\n\nfour", None)]
 
 
-@pytest.mark.parametrize("largest, shared_out", [(1, "files"), (40, "rows")])
-def test_streams_share_out_whole_files_where_these_are_alike(tmp_path, largest, shared_out):
+@pytest.mark.parametrize(
+    "count, largest, alike", [(64, 1, True), (70, 1, True), (8, 1, True), (9, 1, False), (64, 40, False)]
+)
+def test_streams_share_out_whole_files_where_these_are_alike(tmp_path, count, largest, alike):
     """A file need not be read, or unpacked, by every stream then."""
-    for file in range(64):
+    for file in range(count):
         rows = [f"file {file:02}, row {row:02}" for row in range(3 * (largest if file == 5 else 1))]
         (tmp_path / f"{file:02}.txt").write_text("\n\n".join(rows))
     streams = [
@@ -39,10 +41,9 @@ def test_streams_share_out_whole_files_where_these_are_alike(tmp_path, largest, 
         for n in range(4)
     ]
     texts = [text for stream in streams for text in stream]
-    assert len(texts) == len(set(texts)) == 3 * (63 + largest)
+    assert len(texts) == len(set(texts)) == 3 * (count - 1 + largest)
     files = [{text[:7] for text in stream} for stream in streams]
-    if shared_out == "files":
-        assert sum(map(len, files)) == 64
+    assert (sum(map(len, files)) == count) == alike
     sizes = list(map(len, streams))
     assert max(sizes) <= 1.2 * min(sizes)
 
