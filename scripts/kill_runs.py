@@ -3,6 +3,7 @@
 One run is left alone. Another one with the same configuration is killed (SIGKILL) again and again, while it loads, in
 the middle of a step, of an evaluation or of writing a checkpoint, each time goes on by the same command, and in the end
 has to have the same weights, optimizer state and metrics, to the bit. Exit status 1 and a sentence if it has not.
+With --processes=2 a run is two processes, which are killed together.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import socket
 import sys
 import tempfile
 import time
@@ -26,13 +28,14 @@ TINY = [  # a run of some seconds, much of it evaluations and checkpoints
 TIMES = ("train/tokens_per_second", "train/data_wait")  # what differs between two runs that do the same
 
 
-def life(overrides: list[str]) -> None:
-    """In a process of its own: the run from where it is to its end."""
+def life(overrides: list[str], distributed: dict[str, str]) -> None:
+    """In a process of its own: the run from where it is to its end; distributed: what torchrun would tell it."""
     import torch
 
     from nanoT5 import main
 
     multiprocessing.set_start_method("fork", force=True)  # so that data workers notice that their parent is gone
+    os.environ.update(distributed)
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     main.run(overrides)
@@ -45,37 +48,48 @@ def outcome(folder: Path, step: int) -> tuple[dict[str, bytes], list[dict]]:
     return tensors, [{key: value for key, value in event.items() if key not in TIMES} for event in events]
 
 
-def compare(kills: int, seed: int, overrides: list[str], work: Path) -> None:
+def compare(kills: int, seed: int, processes: int, overrides: list[str], work: Path) -> None:
     """Raises SystemExit with a sentence where a run that was killed comes to something else."""
     context = multiprocessing.get_context("forkserver")  # which imports torch once
     context.set_forkserver_preload(["nanoT5.main"])
     rng, lines = random.Random(seed), [*TINY, f"optim.total_steps={15 * kills}", *overrides]
 
-    def begin(name: str):
-        process = context.Process(target=life, args=([*lines, f"hydra.run.dir={work / name}"],))
-        process.start()
-        return process
+    def begin(name: str) -> list:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+            where["OMP_NUM_THREADS"] = 1
+        ranks = []
+        for rank in range(processes):
+            told = {key: str(value) for key, value in (where | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            overrides = [*lines, f"hydra.run.dir={work / name}"]
+            ranks.append(context.Process(target=life, args=(overrides, told if processes > 1 else {})))
+            ranks[-1].start()
+        return ranks
 
-    alone = begin("alone")
-    alone.join()
-    if alone.exitcode:
-        sys.exit("the run that was left alone failed")
+    for process in begin("alone"):
+        process.join()
+        if process.exitcode:
+            sys.exit("the run that was left alone failed")
     summary = json.loads((work / "alone/summary.json").read_text())
     step, seconds = summary["step"], summary["seconds"]
 
     metrics, done = work / "killed/metrics.jsonl", 0
     while True:
         before, began = metrics.stat().st_ino if metrics.exists() else None, time.perf_counter()
-        process = begin("killed")
+        ranks = begin("killed")
+        process = ranks[0]
         if done < kills:
             if rng.random() < 0.9:  # else perhaps while it is still loading
                 while process.is_alive() and (not metrics.exists() or metrics.stat().st_ino == before):
                     time.sleep(0.005)
             process.join(rng.random() * seconds / kills)
             if process.is_alive():
-                process.kill()
                 done += 1
-        process.join()
+                for rank in ranks:
+                    rank.kill()
+        for rank in ranks:
+            rank.join()
         reached = [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else [0]
         print(f"kill {done}, after {time.perf_counter() - began:.2f} s, near step {reached[-1]}", flush=True)
         if process.exitcode == 0:
@@ -100,6 +114,7 @@ if __name__ == "__main__":
     parser.add_argument("overrides", nargs="*", help="of nanoT5.main, for either run")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--processes", type=int, default=1, help="of a run")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as work:
-        compare(arguments.kills, arguments.seed, arguments.overrides, Path(work))
+        compare(arguments.kills, arguments.seed, arguments.processes, arguments.overrides, Path(work))

@@ -457,7 +457,7 @@ def test_every_shipped_config_is_checked():
 
 
 def test_every_command_of_the_readme_is_accepted():
-    commands = re.findall(r"^    .*python -m nanoT5\.main(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^    .*-m nanoT5\.main(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(commands) >= 8
     for words in (shlex.split(command, comments=True) for command in commands):
         # the first of a multirun's values

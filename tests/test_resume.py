@@ -31,17 +31,21 @@ def same(alone: Path, other: Path, step: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "more, seed",
-    [(["data.num_workers=2", "model.dropout_rate=0.1"], 1), (["optim.name=sophia", "optim.grad_acc=2"], 2)],
-    ids=["workers", "sophia"],
+    "kills, more",
+    [
+        (10, ["data.num_workers=2", "model.dropout_rate=0.1"]),
+        (10, ["optim.name=sophia", "optim.grad_acc=2"]),
+        (5, ["--processes=2", "parallel=fsdp2"]),
+    ],
+    ids=["workers", "sophia", "two processes"],
 )
-def test_a_run_killed_at_random_moments_is_the_same_to_the_bit(tiny, tmp_path, more, seed):
+def test_a_run_killed_at_random_moments_is_the_same_to_the_bit(tiny, tmp_path, kills, more):
     text = [option for option in tiny if option.startswith("data")]
-    command = [sys.executable, kill_runs.__file__, "--kills=10", f"--seed={seed}", *text, *more]
+    command = [sys.executable, kill_runs.__file__, f"--kills={kills}", *text, *more]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
-    assert done.returncode == 0 and "killed 10 times: the same" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"killed {kills} times: the same" in done.stdout, done.stdout + done.stderr
 
 
 def in_child(function) -> int:
