@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nanoT5 import UserError, corruption, data, model, optim, sources
+from nanoT5 import UserError, corruption, data, model, optim
 
 FOLDER = Path(__file__).parent.parent / "configs"
 
@@ -67,7 +67,7 @@ RULES: dict[str, Rule] = {
     "model.num_decoder_layers": whole(1),
     "model.init_std": POSITIVE,
     **{f"model.std.{kind}": or_null(POSITIVE) for kind in model.HF},
-    "data.source": choice(*sources.SOURCES, "mixture"),
+    "data.source": choice(*data.SOURCES, "mixture"),
     "data.path": or_null(TEXT),
     "data.name": or_null(TEXT),
     "data.config": or_null(TEXT),
@@ -189,8 +189,8 @@ PART_EXAMPLE = "{source:text,path:a.txt,weight:2}"
 def faults_of_part(part: object, where: str) -> Iterator[str]:
     """What is wrong with a source of a mixture."""
     rules = {key: RULES[f"data.{key}"] for key in data.PART} | {"weight": POSITIVE}
-    if not isinstance(part, dict) or part.get("source") not in sources.SOURCES:
-        yield f"{where}={part}: it has to name a source ({', '.join(sources.SOURCES)}), such as {PART_EXAMPLE}"
+    if not isinstance(part, dict) or part.get("source") not in data.SOURCES:
+        yield f"{where}={part}: it has to name a source ({', '.join(data.SOURCES)}), such as {PART_EXAMPLE}"
         return
     for key, value in part.items():
         if key not in rules:

@@ -28,7 +28,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from nanoT5 import UserError, sources
+from nanoT5 import UserError, docstrings, sources
 from nanoT5 import tokenizer as tokenizers
 from nanoT5.corruption import corrupt, random_bits, span_lengths
 from nanoT5.sources import Corpus
@@ -36,6 +36,12 @@ from nanoT5.tokenizer import Tokenizer
 
 FIXED_SEED = 0  # of what does not follow the run's seed: the tokenizer's sample and the evaluation batches
 DRAWS = 2**32  # added to a seed where it draws sources, so that it does not draw a sample's spans with the same numbers
+SOURCES: dict[str, Callable[..., Corpus]] = {
+    "docstrings": docstrings.corpus,
+    "text": sources.text,
+    "saved": sources.saved,
+    "hub": sources.hub,
+}
 # the keys of data that say what a source reads
 PART = ("source", "path", "name", "config", "text_column", "txt_document")
 
@@ -331,7 +337,7 @@ def build(cfg) -> Data:
     data = cfg.data
     cache = Path(data.cache).expanduser()
     parts = parts_of(data)
-    corpora = [sources.SOURCES[part.source](part, cache) for part in parts]
+    corpora = [SOURCES[part.source](part, cache) for part in parts]
     weights = [part.get("weight", 1.0) for part in parts]
     documents = [functools.partial(Documents, corpus, data.held_out, on_error=data.on_error) for corpus in corpora]
     if data.tokenizer is None:

@@ -67,7 +67,7 @@ def texts(cfg, budget: int) -> Iterator[str]:
     parts = data.parts_of(cfg.data)
     weights = [part.get("weight", 1.0) for part in parts]
     for part, weight in zip(parts, weights):
-        corpus = sources.SOURCES[part.source](part, Path(cfg.data.cache).expanduser())
+        corpus = data.SOURCES[part.source](part, Path(cfg.data.cache).expanduser())
         print(corpus.headline)
         wanted = max(1, round(budget * weight / sum(weights)))
         characters, documents, faults = 0, 0, []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoT5 import sources
+from nanoT5 import docstrings
 
 torch.set_num_threads(1)  # of more a tiny model has no gain, and to the bit the same sums take the same number
 
@@ -15,7 +15,8 @@ def documents() -> list[str]:
     """Real prose: what some fifty modules of the standard library say, a document each."""
     library = Path(inspect.getfile(json)).parent.parent
     texts = (
-        "\n".join(p for d in sources.parse(path) for p in sources.prose(d)) for path in sorted(library.glob("*.py"))
+        "\n".join(p for d in docstrings.parse(path) for p in docstrings.prose(d))
+        for path in sorted(library.glob("*.py"))
     )
     return [text for text in texts if len(text) > 500]
 
