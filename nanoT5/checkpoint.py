@@ -7,11 +7,13 @@ for the file and cut up again by whoever reads it, so that any number of process
 """
 
 import hashlib
+import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import BinaryIO
 
 import safetensors.torch
 import torch
@@ -34,15 +36,25 @@ def whole(tensor: Tensor) -> Tensor:
 
 def sharded_as(tensor: Tensor, parameter: Tensor) -> Tensor:
     """On the parameter's device, and cut up as it is; a tensor of another shape is kept whole by every process."""
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or tensor.dim() == 0:
         return tensor.to(parameter.device)
     placements = parameter.placements if tensor.shape == parameter.shape else [Replicate()]
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, placements, src_data_rank=None)
 
 
+def gathered(tensors: Iterable[tuple[str, Tensor]], is_main_process: bool) -> dict[str, Tensor]:
+    """Whole and on the CPU, in the main process; one after the other, so that a GPU holds no more than one of them."""
+    found = {}
+    for name, tensor in tensors:
+        tensor = whole(tensor)
+        if is_main_process:
+            found[name] = tensor.cpu()
+    return found
+
+
 def weights(t5: nn.Module) -> dict[str, Tensor]:
     """The state dict without the embedding's two other names."""
-    return {name: whole(tensor) for name, tensor in t5.state_dict().items() if "embed_tokens" not in name}
+    return {name: tensor for name, tensor in t5.state_dict().items() if "embed_tokens" not in name}
 
 
 @torch.no_grad()
@@ -55,7 +67,7 @@ def load_weights(t5: nn.Module, key: str, path: Path) -> None:
         raise UserError(
             f"{key}={path} cannot be read as weights ({error}): name a checkpoint, model or .safetensors file"
         ) from None
-    expected = {name: p for name, p in t5.state_dict().items() if "embed_tokens" not in name}
+    expected = weights(t5)
     for name in sorted(expected.keys() | loaded.keys()):
         there, here = (list(w[name].shape) if name in w else "absent" for w in (loaded, expected))
         if there != here and "embed_tokens" not in name:
@@ -75,19 +87,22 @@ def save(
     folder: Path, t5: nn.Module, optimizer: Optimizer, state: dict, keep: int | None, is_main_process: bool
 ) -> Path:
     """Write folder/step-N and drop all but the newest `keep`; every process has to call it, and one writes."""
-    tensors = dict(zip(TENSORS, (weights(t5), optimizer_tensors(t5, optimizer))))
+    groups = weights(t5).items(), optimizer_tensors(t5, optimizer)
+    tensors = {name: gathered(group, is_main_process) for name, group in zip(TENSORS, groups)}
     final = folder / f"step-{state['step']}"
     if not is_main_process:
         return final
     aside = folder / f".writing-{state['step']}"
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in folder.glob(".writing-*"):  # by a process that was killed
+            shutil.rmtree(left)
         aside.mkdir(parents=True)
         for name, group in tensors.items():
             safetensors.torch.save_file(group, aside / name)
-        hashes = {name: sha256(aside / name) for name in TENSORS}
-        state |= {"sha256": hashes, "optimizer_steps": [group["steps"] for group in optimizer.param_groups]}
-        (aside / "state.json").write_text(json.dumps(state))
+        hashes = {name: sha256((aside / name).open("rb")) for name in TENSORS}
+        state |= {"optimizer_steps": [group["steps"] for group in optimizer.param_groups]}
+        hashes["state"] = sha256(as_file(state))
+        (aside / "state.json").write_text(json.dumps({"sha256": hashes, "state": state}))
         shutil.rmtree(final, ignore_errors=True)  # a damaged one, or one that a resumed run passes again
         aside.rename(final)
     except (OSError, safetensors.SafetensorError) as error:
@@ -102,17 +117,19 @@ def save(
     return final
 
 
-def optimizer_tensors(t5: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}/{key}": whole(tensor)
-        for name, parameter in t5.named_parameters()
-        for key, tensor in optimizer.state[parameter].items()
-    }
+def optimizer_tensors(t5: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in t5.named_parameters():
+        for key, tensor in optimizer.state[parameter].items():
+            yield f"{name}/{key}", tensor
 
 
-def sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+def as_file(state: dict) -> io.BytesIO:
+    return io.BytesIO(json.dumps(state).encode())
+
+
+def sha256(file: BinaryIO) -> str:
+    with file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,15 +138,17 @@ def sha256(file: Path) -> str:
 
 def found(folder: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]), reverse=True)
+    numbered = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def is_intact(path: Path) -> bool:
     """Whether nothing of a checkpoint is missing or changed."""
     try:
-        hashes = json.loads((path / "state.json").read_text())["sha256"]
-        return all(sha256(path / name) == hashes[name] for name in TENSORS)
-    except (OSError, ValueError, KeyError):
+        content = json.loads((path / "state.json").read_text())
+        found = {name: sha256((path / name).open("rb")) for name in TENSORS}
+        return content["sha256"] == found | {"state": sha256(as_file(content["state"]))}
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -145,9 +164,17 @@ def choose(path: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def load(path: Path, cfg: DictConfig, origin: dict, t5: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
+def load(
+    path: Path,
+    cfg: DictConfig,
+    origin: dict,
+    t5: nn.Module,
+    optimizer: Optimizer,
+    progress: Progress,
+    say: Callable[[str], None],
+) -> None:
     """Weights, optimizer state and progress of an intact checkpoint, if its configuration goes with this one."""
-    state = json.loads((path / "state.json").read_text())
+    state = json.loads((path / "state.json").read_text())["state"]
     before, now = state.pop("config"), config.flat(cfg)
     changed = {key: f"{key}={before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]}
     fatal = [text for key, text in changed.items() if config.decides(key)]
@@ -161,7 +188,7 @@ def load(path: Path, cfg: DictConfig, origin: dict, t5: nn.Module, optimizer: Op
         )
     for key, text in changed.items():
         if not config.is_free(key):
-            print(f"since {path}: {text}", flush=True)
+            say(f"since {path}: {text}")
     load_weights(t5, "checkpoint.resume", path)
     if not same_data:
         state["data"] = None
@@ -190,7 +217,7 @@ def export(folder: Path, t5: nn.Module, shape, tokenizer, is_main_process: bool)
     """The trained model as transformers.AutoModelForSeq2SeqLM loads it, and its tokenizer as AutoTokenizer does."""
     from transformers import GenerationConfig
 
-    tensors = weights(t5)
+    tensors = gathered(weights(t5).items(), is_main_process)
     if not is_main_process:
         return
     shape.architectures = ["T5ForConditionalGeneration"]

@@ -34,6 +34,8 @@ from nanoT5.corruption import corrupt, random_bits, span_lengths
 from nanoT5.sources import Corpus
 from nanoT5.tokenizer import Tokenizer
 
+NAMED = 20  # faults at a time that are named, file and line; all are counted
+HOPELESS = 10_000  # rows with faults at the beginning of an epoch, after which it is taken for a mistake of the user's
 FIXED_SEED = 0  # of what does not follow the run's seed: the tokenizer's sample and the evaluation batches
 DRAWS = 2**32  # added to a seed where it draws sources, so that it does not draw a sample's spans with the same numbers
 SOURCES: dict[str, Callable[..., Corpus]] = {
@@ -71,10 +73,9 @@ class Reading:
     counts: Counter = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
-    def __iadd__(self, other):
+    def add(self, other: "Reading") -> None:
         self.counts.update(other.counts)
-        self.faults += other.faults
-        return self
+        self.faults = (self.faults + other.faults)[:NAMED]
 
 
 class Document(NamedTuple):
@@ -106,7 +107,7 @@ class Documents:
         even = len(files) % self.streams == 0 and self.corpus.equal_files >= 0.9 * len(files)
         whole_files = even or self.corpus.equal_files >= 16 * self.streams
         order = np.random.default_rng([self.seed, epoch]).permutation(len(files))
-        reading = Reading()
+        reading, hopeless = Reading(), True
         for position in range(file, len(files)):
             shift = self.number - order[position]  # else stream 0 would get all files of a single row
             if whole_files and shift % self.streams:
@@ -120,7 +121,9 @@ class Documents:
                         words = f"{path}, {sources.FORMATS[sources.ending(path)][2]} {r + 1}: {fault}"
                         if self.on_error == "raise":
                             raise UserError(f"{words} (data.on_error=raise)")
-                        reading.faults.append(words)
+                        reading.faults = [*reading.faults, words][:NAMED]
+                        if hopeless and reading.counts["documents_skipped"] >= HOPELESS:
+                            raise UserError(f"{words}, after {HOPELESS:,} without text: see data.text_column")
                     reading.counts[fault] += 1
                 if not text:
                     reading.counts["documents_skipped"] += 1
@@ -128,6 +131,7 @@ class Documents:
                     reading.counts["documents_held_out"] += 1
                 else:
                     reading.counts["documents"] += 1
+                    hopeless = False
                     yield Document(Place(epoch, position, r), text, reading)
                     reading = Reading()
         yield Document(Place(epoch, len(files)), "", reading)
@@ -168,7 +172,7 @@ class Chunker:
                 if begun >= end and chunks:
                     break
                 if i or not skip:  # else it was counted with the block in which it begins
-                    reading += document.reading
+                    reading.add(document.reading)
                 begun += len(its)
             if not chunks:
                 reading.counts["tokens_dropped"] += tokens
@@ -187,7 +191,7 @@ class Chunker:
         while not empty:
             empty = True
             for place, block, more in self.epoch(epoch_start):
-                reading += more
+                reading.add(more)
                 order = np.random.default_rng([seed, number, *place]).permutation(len(block))
                 used = start.used if place == start._replace(used=0) else 0
                 for i in range(used, len(block)):
@@ -213,10 +217,11 @@ class Mixture:
     chunkers: list[Chunker]
     weights: list[float]
 
-    def draw(self, seed: int, index: np.ndarray) -> np.ndarray:
-        """The source of every sample, int (B,), a function of the seed and of the sample's number alone."""
-        share = random_bits(seed + DRAWS, index, 1)[:, 0] / 2.0**64
-        return np.searchsorted(np.cumsum(self.weights) / sum(self.weights), share, side="right")
+
+def draw(weights: list[float], seed: int, index: np.ndarray) -> np.ndarray:
+    """The source of every sample, int (B,), a function of the seed and of the sample's number alone."""
+    share = random_bits(seed + DRAWS, index, 1)[:, 0] / 2.0**64
+    return np.searchsorted(np.cumsum(weights) / sum(weights), share, side="right")
 
 
 class Parts(IterableDataset):
@@ -241,9 +246,9 @@ class Parts(IterableDataset):
             rows = np.empty((len(index), mixture.chunkers[0].raw_length), dtype=np.int32)
             reading = Reading()
             try:
-                for row, (n, source) in enumerate(zip(index, mixture.draw(self.seed, index))):
+                for row, (n, source) in enumerate(zip(index, draw(mixture.weights, self.seed, index))):
                     places[n % total][source], rows[row], more = next(chunks[n % total][source])
-                    reading += more
+                    reading.add(more)
                     if first == 0 and places[n % total][source].epoch:
                         raise UserError(f"the corpus is smaller than a batch: lower optim.batch_size={self.batch_size}")
             except UserError as error:
@@ -300,7 +305,7 @@ def training_batches(
                 raise part
             for stream, place in part[3].items():
                 places[stream] = place
-            reading += part[4]
+            reading.add(part[4])
         counts.update(reading.counts)
         index, input_ids, labels = (torch.cat([part[i] for part in group]) for i in range(3))
         order = index.argsort()
@@ -324,6 +329,7 @@ class Data:
     origin: dict  # all that the batches depend on: a state can only be gone on from where it is the same
     batches: Callable[..., Iterator[tuple[dict[str, torch.Tensor], dict, list[str]]]]  # training_batches from a state
     evaluation: list[dict[str, torch.Tensor]]  # the held-out batches
+    held_out: Reading  # what was read for them
     in_order: Callable[[], Iterator[dict[str, torch.Tensor]]]  # batches_in_order of the training text
 
     @functools.cached_property
@@ -341,8 +347,8 @@ def build(cfg) -> Data:
     weights = [part.get("weight", 1.0) for part in parts]
     documents = [functools.partial(Documents, corpus, data.held_out, on_error=data.on_error) for corpus in corpora]
     if data.tokenizer is None:
-        texts = alternating([made(FIXED_SEED).read(epoch=0) for made in documents], weights)
-        tokenizer = tokenizers.train(texts, data.vocab_size, cache)
+        sample = alternating([texts(made(FIXED_SEED).read(epoch=0)) for made in documents], weights)
+        tokenizer = tokenizers.train(sample, data.vocab_size, cache)
     else:
         tokenizer = tokenizers.load(data.tokenizer)
     raw_length, target_length = span_lengths(data.input_length, data.mlm_probability, data.mean_noise_span_length)
@@ -370,17 +376,19 @@ def build(cfg) -> Data:
         | {f"data.{key}": data[key] for key in ("input_length", "held_out", "streams", "shuffle_block", "on_error")}
         | {"data.mlm_probability or data.mean_noise_span_length": list(noise.values())}
     )
-    held_out = batches_in_order(
-        mixture(cfg.eval.batch_size, FIXED_SEED, evaluation=True), cfg.eval.batch_size, corruption
-    )
-    held_out_batches = list(itertools.islice(held_out, cfg.eval.steps))
-    if not held_out_batches:
+    held_out, size = Reading(), cfg.eval.batch_size
+    batches_held_out = batches_in_order(mixture(size, FIXED_SEED, evaluation=True), size, corruption, held_out)
+    evaluation = list(itertools.islice(batches_held_out, cfg.eval.steps))
+    held_out.counts["sequences"] = sum(len(batch["labels"]) for batch in evaluation)
+    if not any(corpus.held_out_files for corpus in corpora):
+        held_out.faults = []  # the training streams come across them too
+    if not evaluation:
         raise UserError(
             f"data.held_out={data.held_out} leaves fewer than {raw_length} tokens of this corpus "
             f"for evaluation: raise it, or give more documents (in a .txt file, blank lines separate them)"
         )
-    in_order = functools.partial(batches_in_order, mixture(1024, FIXED_SEED), 1024, corruption)
-    return Data(corpora, tokenizer, raw_length, target_length, origin, batches, held_out_batches, in_order)
+    in_order = functools.partial(batches_in_order, mixture(1024, FIXED_SEED), 1024, corruption, Reading())
+    return Data(corpora, tokenizer, raw_length, target_length, origin, batches, evaluation, held_out, in_order)
 
 
 def parts_of(data) -> list:
@@ -390,29 +398,44 @@ def parts_of(data) -> list:
     return [OmegaConf.merge({key: data[key] for key in PART}, part) for part in data.mixture]
 
 
-def alternating(documents: list[Iterator[Document]], weights: list[float]) -> Iterator[str]:
-    """The texts of all sources, drawn as often as their weights say, until one has no more."""
-    for n in itertools.count():
-        (source,) = Mixture([], weights).draw(FIXED_SEED, np.array([n]))
-        document = next(documents[source])
-        if not document.text:
-            if n == 0 and document.reading.faults:
-                raise UserError(f"no document of the corpus can be read: {document.reading.faults[0]}")
-            return
-        yield document.text
+def texts(documents: Iterator[Document]) -> Iterator[str]:
+    for number, document in enumerate(documents):
+        if document.text:
+            yield document.text
+        elif number == 0 and document.reading.faults:
+            raise UserError(f"no document of the corpus can be read: {document.reading.faults[0]}")
 
 
-def batches_in_order(mixture: Mixture, size: int, corruption: Callable) -> Iterator[dict[str, torch.Tensor]]:
-    """The text once, until a source has no more, in its order and corrupted alike whatever the run's seed."""
-    chunks = [(chunk for _, block, _ in chunker.epoch(Place()) for chunk in block) for chunker in mixture.chunkers]
+def alternating(sources: list[Iterator], weights: list[float]) -> Iterator:
+    """What the sources have, drawn as often as their weights say, the turns of one that has no more by the others."""
+    weights, n = list(weights), 0
+    while any(weights):
+        (source,) = draw(weights, FIXED_SEED, np.array([n]))
+        item = next(sources[source], None)
+        if item is None:
+            weights[source] = 0.0
+        else:
+            yield item
+            n += 1
+
+
+def batches_in_order(
+    mixture: Mixture, size: int, corruption: Callable, reading: Reading
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The text once, in its order and corrupted alike whatever the run's seed; what was read is added to `reading`."""
+
+    def chunks(chunker: Chunker) -> Iterator[np.ndarray]:
+        for _, block, more in chunker.epoch(Place()):
+            reading.add(more)
+            yield from block
+
+    rows = alternating([chunks(chunker) for chunker in mixture.chunkers], mixture.weights)
     for first in itertools.count(0, size):
-        index = np.arange(first, first + size)
-        taken = [next(chunks[source], None) for source in mixture.draw(FIXED_SEED, index)]
-        rows = list(itertools.takewhile(lambda chunk: chunk is not None, taken))
-        if rows:
-            input_ids, labels = corruption(np.array(rows), index[: len(rows)], seed=FIXED_SEED)
+        group = list(itertools.islice(rows, size))
+        if group:
+            input_ids, labels = corruption(np.array(group), np.arange(first, first + len(group)), seed=FIXED_SEED)
             yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-        if len(rows) < size:
+        if len(group) < size:
             return
 
 

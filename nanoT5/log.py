@@ -7,7 +7,10 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
+from accelerate.utils import gather_object
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -27,14 +30,18 @@ class Progress:
     bad_steps: int = 0  # skipped, because the loss or the gradient was infinite or NaN
     bad_in_a_row: int = 0
     pending: list[list[float]] = field(default_factory=list)  # learning rate, loss, gradient norm since the last event
+    faults: list[str] = field(default_factory=list)  # of the text, since the last event; of this process's streams
     data: dict | None = None  # state of the data after the last batch; None at the start
 
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.target_tokens
 
-    def advance(self, batch: dict[str, Tensor], processes: int, lr: float, loss: float, grad_l2: float) -> None:
+    def advance(
+        self, batch: dict[str, Tensor], processes: int, faults: list[str], lr: float, loss: float, grad_l2: float
+    ) -> None:
         self.step += 1
+        self.faults = self.faults + faults
         self.input_tokens += batch["input_ids"].numel() * processes
         self.target_tokens += batch["labels"].numel() * processes
         if math.isfinite(loss + grad_l2):
@@ -61,6 +68,7 @@ class Log:
     progress: Progress
     checkpoint: Path | None  # that the run goes on from; later the last one saved
     is_main_process: bool = True
+    history: bool = False  # whether there are events from before the checkpoint
     waited: float = 0.0  # seconds for data since the last event
     shown_faults: int = 0
     last_evaluation: dict = field(default_factory=dict)
@@ -75,10 +83,10 @@ class Log:
 
     def begin(self) -> None:
         """Start metrics.jsonl with the events before the checkpoint, as if the run had never stopped."""
-        history = self.checkpoint and self.checkpoint.parent.parent / "metrics.jsonl"
-        events = []
-        if history and history.exists():
-            events = [event for event in curve.read(history.parent) if event["step"] <= self.progress.step]
+        before, events = self.checkpoint and self.checkpoint.parent.parent, []
+        if before and (before / "metrics.jsonl").exists():
+            events = [event for event in curve.read(before) if event["step"] <= self.progress.step]
+        self.history = bool(events)
         aside = self.folder / ".metrics.jsonl"
         aside.write_text("".join(json.dumps(event) + "\n" for event in events))
         aside.replace(self.folder / "metrics.jsonl")
@@ -111,6 +119,12 @@ class Log:
         if self.bar.disable:
             self.say(f"{shown} | {duration(seconds_left)} left")
         self.bar.set_postfix_str(shown)
+        faults, self.progress.faults = gather_object(self.progress.faults), []
+        for fault in faults[: max(0, SHOWN_FAULTS - self.shown_faults)]:
+            self.say(fault)
+        if faults:
+            self.shown_faults += len(faults)
+            self.write({"data/faults": faults})
         self.tokens, self.since, self.waited = self.progress.tokens, now, 0.0
 
     def evaluation(self, event: dict) -> None:
@@ -129,20 +143,19 @@ class Log:
         yield
         self.waited += time.perf_counter() - began
 
-    def step(self, faults: list[str], max_bad_steps: int) -> None:
-        """What has to be said after a step."""
+    def saved(self, path: Path) -> None:
+        self.checkpoint = path
+        self.since = time.perf_counter()  # as after an evaluation
+
+    def step(self, optim: DictConfig) -> None:
+        """What has to be said after a step; optim: the config's group."""
         self.bar.update()
-        for fault in faults[: max(0, SHOWN_FAULTS - self.shown_faults)]:
-            self.say(fault)
-        if faults:
-            self.shown_faults += len(faults)
-            self.write({"data/faults": faults})
         if bad := self.progress.bad_in_a_row:
             self.say("loss or gradient is infinite or NaN: step skipped")
-            if bad >= max_bad_steps:
+            if bad >= optim.max_bad_steps:
                 end = self.progress.data["samples"]
-                size = end // self.progress.step
-                self.diverged(f"{bad} steps in a row, the last one on samples {end - size} to {end - 1}, were skipped")
+                samples = f"samples {end - optim.batch_size} to {end - 1}"
+                self.diverged(f"{bad} steps in a row, the last one on {samples}, were skipped")
 
     def diverged(self, what: str) -> None:
         raise Diverged(
@@ -179,7 +192,12 @@ def print_header(rows: dict[str, str]) -> None:
     print("\n".join(f"{name:<10} {text}" for name, text in rows.items()), flush=True)
 
 
-def write_summary(folder: Path, summary: dict) -> dict:
+def write_config(file: TextIO, cfg: DictConfig) -> None:
+    file.truncate(0)
+    file.write(OmegaConf.to_yaml(cfg, resolve=True))
+    file.flush()
+
+
+def write_summary(folder: Path, summary: dict) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"held-out loss {summary['eval/loss']:.4f}, accuracy {summary['eval/accuracy']:.4f}: see {folder}")
-    return summary

@@ -9,6 +9,7 @@ The one file to read first. train() is the whole job: set up, build, loop over s
   curve.png, summary.json
 """
 
+import errno
 import fcntl
 import itertools
 import os
@@ -20,6 +21,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 import hydra
 import torch
@@ -27,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, gather_object
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,14 +59,19 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator)
     if cfg.eval_only:
         summary = evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False}
-        return log.write_summary(folder, summary) if accelerator.is_main_process else summary
+        if accelerator.is_main_process:
+            log.write_config(lock, cfg)
+            log.write_summary(folder, summary)
+        return summary
 
     optimizer = optim.build(cfg.optim, t5)
-    progress = log.Progress()
+    progress = log.Progress(faults=text.held_out.faults)
     if begin:
-        checkpoint.load(begin, cfg, text.origin, t5, optimizer, progress)
+        checkpoint.load(begin, cfg, text.origin, t5, optimizer, progress, accelerator.print)
         if cfg.model.blind_encoder:
             model.blind(t5)  # the checkpoint may be of a run that saw
+    if not accelerator.is_main_process:
+        progress.faults = []
     # a run that was killed between its last checkpoint and its summary has those things to do that follow the loop
     last = done = progress.step == cfg.optim.total_steps and begin.parent.parent == folder
     if progress.step >= cfg.optim.total_steps and (not done or (folder / "summary.json").exists()):
@@ -80,17 +87,18 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     evaluator.rehearse()
     batches = itertools.chain([first], batches)
     if accelerator.is_main_process:
+        log.write_config(lock, cfg)
         log.print_header(header(cfg, folder, begin, accelerator, precision, text, t5, progress, step_seconds))
     events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process)
 
     def save() -> Path:
         state = asdict(progress) | {"config": config.flat(cfg), "origin": text.origin}
-        state["data"] = data.merged(gather_object([progress.data]))
+        state |= {"data": data.merged(gather_object([progress.data])), "faults": gather_object(progress.faults)}
         return checkpoint.save(
             folder / "checkpoints", t5, optimizer, state, cfg.checkpoint.keep, accelerator.is_main_process
         )
 
-    if accelerator.is_main_process and not begin:
+    if accelerator.is_main_process and not events.history:
         events.write({"data/unigram_entropy": text.unigram_entropy})
     with stop_on_signal() as stop:
         while not last:
@@ -98,8 +106,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
                 batch, progress.data, faults = next(batches)
             lr = schedule(progress.step, optimizer.defaults["lr"], cfg.optim)
             loss, grad_l2 = step(batch, lr, progress.step)
-            progress.advance(batch, accelerator.num_processes, lr, loss, grad_l2)
-            events.step(faults, cfg.optim.max_bad_steps)
+            progress.advance(batch, accelerator.num_processes, faults, lr, loss, grad_l2)
+            events.step(cfg.optim)
 
             done = progress.step == cfg.optim.total_steps
             last = done or agree(accelerator, stop.is_set())
@@ -110,7 +118,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             if evaluate:
                 events.evaluation(evaluator())
             if keep or last:
-                events.checkpoint = save()
+                events.saved(save())
 
     events.close()
     if not done or not events.last_evaluation:  # a run that never stopped would not have it in its metrics
@@ -125,6 +133,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         "precision": precision,
         "corpus": [corpus.description for corpus in text.corpora],
         "data": data.merged(gather_object([progress.data]))["counts"],
+        "held_out": dict(text.held_out.counts),
         "tokenizer": {"description": text.tokenizer.description, "sha256": text.tokenizer.sha256},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
@@ -132,7 +141,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     summary = events.last_evaluation | counts | facts
     if accelerator.is_main_process:
         curve.draw([folder], folder / "curve.png")
-        summary = log.write_summary(folder, summary | {"curve": curve.shapes(curve.read(folder))})
+        summary |= {"curve": curve.shapes(curve.read(folder))}
+        log.write_summary(folder, summary)
     accelerator.wait_for_everyone()  # a launcher ends all processes when the first one is gone
     return summary
 
@@ -149,12 +159,17 @@ def set_up(cfg: DictConfig) -> Accelerator:
             "device=gpu, but torch finds no CUDA GPU: say device=cpu, or install a torch build for your GPU"
         )
     accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu)
-    o, processes = cfg.optim, accelerator.num_processes
-    if o.batch_size % (o.grad_acc * processes) or cfg.data.streams % processes:
+    o, d, processes = cfg.optim, cfg.data, accelerator.num_processes
+    if o.batch_size % (o.grad_acc * processes) or d.streams % processes or d.num_workers > d.streams // processes:
         raise UserError(
             f"{processes} processes: optim.batch_size={o.batch_size} has to be divisible by their number times "
-            f"optim.grad_acc={o.grad_acc}, and data.streams={cfg.data.streams} by their number"
+            f"optim.grad_acc={o.grad_acc}, and data.streams={d.streams} by their number, which leaves each of them "
+            f"with work for at most {d.streams // processes} of data.num_workers={d.num_workers}"
         )
+    if parallelism(cfg) == "fsdp2" and "RANK" not in os.environ:
+        raise UserError("parallel=fsdp2 is for several processes: start them with torchrun, as README says")
+    if cfg.parallel == "ddp" and configured_parallelism() == "fsdp2":
+        raise UserError("parallel=ddp, but accelerate was configured for FSDP: leave one of them out")
     # The mixed initialization starts at a loss above 100, where softmax gives denormal numbers: 4 times slower on a CPU
     torch.set_flush_denormal(True)
     # cuDNN's attention kernel, preferred on Hopper, gives no gradient to a bias
@@ -162,8 +177,8 @@ def set_up(cfg: DictConfig) -> Accelerator:
     return accelerator
 
 
-def enter(cfg: DictConfig, folder: Path) -> tuple[object, Path | None]:
-    """(what keeps other runs out of the folder, the checkpoint to go on from if any), with the config written there."""
+def enter(cfg: DictConfig, folder: Path) -> tuple[TextIO, Path | None]:
+    """(its config.yaml, locked for other runs as long as it is open; the checkpoint to go on from, if any)."""
     resume = cfg.checkpoint.resume
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,15 +192,19 @@ def enter(cfg: DictConfig, folder: Path) -> tuple[object, Path | None]:
     if (resume == "never" or cfg.eval_only) and (folder / "metrics.jsonl").exists():
         raise log.taken(folder)
     begin = checkpoint.choose(folder, print)
+    if not begin and (folder / "summary.json").exists():
+        raise log.taken(folder)  # its checkpoints were removed
     if resume not in ("auto", "never") and not begin:
-        begin = checkpoint.choose(Path(resume), print)
+        begin = checkpoint.choose(Path(resume).expanduser(), print)
         if not begin:
             raise UserError(
                 f"checkpoint.resume={resume} has no checkpoint: name a run's folder or its checkpoints/step-N"
             )
-    lock.truncate(0)
-    lock.write(OmegaConf.to_yaml(cfg, resolve=True))
-    lock.flush()
+    elif resume not in ("auto", "never") and Path(resume).expanduser().resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"checkpoint.resume={resume} is of the run folder itself, which goes on from its newest checkpoint: "
+            "leave it out, or name another hydra.run.dir"
+        )
     return lock, begin
 
 
@@ -215,7 +234,7 @@ def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> n
     if m.init == "small_embedding":
         model.add_embedding_norm(t5, shape)
     if m.checkpoint_path:
-        checkpoint.load_weights(t5, "model.checkpoint_path", Path(m.checkpoint_path))
+        checkpoint.load_weights(t5, "model.checkpoint_path", Path(m.checkpoint_path).expanduser())
     else:
         distributions = model.initial_distributions(shape, m.init, m.init_std, m.init_distribution, m.std)
         model.initialize(t5, distributions, cfg.seed)
@@ -241,9 +260,12 @@ def distributed(cfg: DictConfig, t5: nn.Module, accelerator: Accelerator) -> nn.
 
 
 def parallelism(cfg: DictConfig) -> str:
-    if cfg.parallel != "auto":
-        return cfg.parallel
-    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"  # what `accelerate launch` sets
+    return configured_parallelism() if cfg.parallel == "auto" else cfg.parallel
+
+
+def configured_parallelism() -> str:
+    """What `accelerate launch` was told, if it is what started this process."""
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
 
 
 def agree(accelerator: Accelerator, wish: bool) -> bool:
@@ -271,6 +293,7 @@ def header(
         "corpus": "; ".join(corpus.headline for corpus in text.corpora),
         "tokenizer": f"{text.tokenizer.description}, sha256 {text.tokenizer.sha256[:16]}",
         "sequence": f"{text.raw_length} tokens of text -> {cfg.data.input_length} inputs, {text.target_length} targets",
+        "held out": f"{text.held_out.counts['sequences']:,} sequences",
         "unigrams": f"{text.unigram_entropy:.2f} nats a target: the loss of knowing only how common each token is",
         "step": f"{cfg.optim.batch_size} sequences, micro batch {micro}, {cfg.optim.batch_size * tokens:,} tokens",
         "duration": f"about {log.duration(step_seconds * steps)} for {steps:,} steps",
@@ -307,8 +330,17 @@ def run(overrides: list[str]) -> dict:
 
 
 def main() -> None:
-    """The command line. Errors of the user's end in one sentence, bugs in a traceback."""
-    arguments = sys.argv[1:]
+    """The command line."""
+    try:
+        command_line(sys.argv[1:])
+    except (Exception, SystemExit):
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # most likely the main process ended first and said why; then the launcher ends this one now
+        raise
+
+
+def command_line(arguments: list[str]) -> None:
+    """Errors of the user's end in one sentence, bugs in a traceback."""
     try:
         # --multirun, --help, --cfg job: Hydra's own ways in
         if any(argument.startswith("-") for argument in arguments):
@@ -317,9 +349,11 @@ def main() -> None:
         elif run(arguments)["interrupted"]:
             sys.exit(130)
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # the main process has most likely made the same mistake, and the launcher ends this one then
         sys.exit(f"nanoT5: {error}")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.exit(f"nanoT5: {error}: make room, and the same command goes on from its newest checkpoint")
     except log.Diverged as error:
         print(f"nanoT5: {error}", file=sys.stderr)
         sys.exit(DIVERGED)

@@ -208,7 +208,8 @@ class Sophia(Optimizer):
                 mean, curvature = local([state["exp_avg"], state["curvature"]])
                 inside.append((mean.abs() <= group["rho"] * curvature).sum())
                 coordinates += mean.numel()
-        return {"unclipped_share": torch.stack(inside).sum() / coordinates}  # of this process's shards
+        # of this process's shards; there are none while every step was a bad one
+        return {"unclipped_share": torch.stack(inside).sum() / coordinates} if inside else {}
 
 
 class Adafactor(Optimizer):

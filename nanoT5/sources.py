@@ -11,7 +11,9 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
+import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from pathlib import Path, PurePath
 
 import fsspec
 import pyarrow
+import pyarrow.ipc
 
 from nanoT5 import UserError
 
@@ -76,18 +79,27 @@ def parquet(path: str, column: str) -> Iterator[object]:
     with fsspec.open(path, "rb") as file:
         table = pyarrow.parquet.ParquetFile(file)
         check_column(path, column, table.schema_arrow.names)
-        for batch in table.iter_batches(columns=[column], batch_size=1024):
-            yield from batch.column(0).to_pylist()
+        try:
+            for batch in table.iter_batches(columns=[column], batch_size=1024):
+                yield from values(batch.column(0))
+        except OSError as error:
+            if type(error) is OSError and error.errno is None:  # no disk or network, but Arrow about a damaged page
+                raise pyarrow.ArrowInvalid(str(error)) from None
+            raise
 
 
 def arrow(path: str, column: str) -> Iterator[object]:
     """A file of a folder that datasets.save_to_disk wrote."""
-    import datasets
+    with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as table:
+        check_column(path, column, table.schema.names)
+        for batch in table:
+            yield from values(batch.column(column))
 
-    table = datasets.Dataset.from_file(path)
-    check_column(path, column, table.column_names)
-    for batch in table.select_columns([column]).iter(1024):
-        yield from batch[column]
+
+def values(column: pyarrow.Array) -> list[object]:
+    """Strings as bytes, since they may not be UTF-8."""
+    text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+    return (column.cast(pyarrow.large_binary()) if text else column).to_pylist()
 
 
 def check_column(path: str, column: str, there: list[str]) -> None:
@@ -115,6 +127,10 @@ def field(row: bytes, column: str) -> tuple[str, str | None]:
     return text, missing or fault
 
 
+def cell(value: object, column: str) -> tuple[str, str | None]:
+    return decoded(value, column) if isinstance(value, bytes) else string(value, column)
+
+
 def string(value: object, column: str) -> tuple[str, str | None]:
     if not isinstance(value, str):
         return "", f'no string called "{column}"'
@@ -125,8 +141,8 @@ FORMATS = {  # by a file's ending: its rows, the text of one, what one is called
     ".txt": (paragraphs, decoded, "paragraph"),
     ".jsonl": (lines, field, "line"),
     ".json": (lines, field, "line"),
-    ".parquet": (parquet, string, "row"),
-    ".arrow": (arrow, string, "row"),
+    ".parquet": (parquet, cell, "row"),
+    ".arrow": (arrow, cell, "row"),
 }
 COMPRESSED = {".gz": gzip.open, ".zst": zstd.open}
 KNOWN = f"{', '.join(FORMATS)} file, or one of these with {' or '.join(COMPRESSED)}"
@@ -155,8 +171,12 @@ def read(path: str, first: int, step: int, column: str, document: str) -> Rows:
         row = next(count) - 1
         if row >= first and (row - first) % step == 0:
             yield row, "", "damaged from here on"
-    except OSError as error:
-        raise UserError(f"{path} cannot be read on from row {next(count)}: {error}") from None
+    except Exception as error:
+        if not isinstance(error, OSError) and "://" not in path:  # a network's errors are of all kinds
+            raise
+        raise UserError(
+            f"{path} cannot be read on from row {next(count)}: {error}; the same command tries again"
+        ) from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +189,8 @@ def text(data, cache: Path) -> Corpus:
     if path.is_dir():
         found = [file for file in path.rglob("*") if file.is_file() and ending(file.name) in FORMATS]
     else:
-        found = [file for file in map(Path, glob(str(path), recursive=True)) if file.is_file()]
+        found = [file for file in ([path] if path.is_file() else map(Path, glob(str(path), recursive=True)))]
+        found = [file for file in found if file.is_file()]
     if not found:
         raise UserError(f"data.path={data.path} matches no file: give a {KNOWN}, a folder or a quoted glob of them")
     if odd := [file for file in found if ending(file.name) not in FORMATS]:
@@ -229,7 +250,8 @@ def saved(data, cache: Path) -> Corpus:
 def hub(data, cache: Path) -> Corpus:
     """The files of a data set's train and validation splits on the Hugging Face Hub, read as they are needed.
 
-    Their addresses hold the repository's commit, so that a run goes on with the data that it began with.
+    Their addresses hold the repository's newest commit; the same data set is one that has the same files, though its
+    README may have been edited since.
     """
     import datasets
 
@@ -247,9 +269,12 @@ def hub(data, cache: Path) -> Corpus:
         raise UserError(f"data.name={data.name}: {odd[0]} is not a {KNOWN}")
     headline = f"{data.name} {data.config or ''} on the Hub: {len(files['train']):,} files of training text"
     facts = {"name": data.name, "config": data.config, "files": len(files["train"]), "first": files["train"][0]}
-    digest = hashlib.sha256(repr(files).encode()).hexdigest()
+    entries = [filesystem.info(path) for filesystem, path in map(fsspec.url_to_fs, files["train"])]  # known by now
+    sizes = [entry["size"] or 1 for entry in entries]  # not every server tells
+    content = [(re.sub("@[^/]*", "", entry["name"]), entry["size"], entry.get("blob_id")) for entry in entries]
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()
     return Corpus(
-        files["train"], reader(data), digest, headline, facts, files["validation"] or None, len(files["train"])
+        files["train"], reader(data), digest, headline, facts, files["validation"] or None, sum(sizes) / max(sizes)
     )
 
 
@@ -257,7 +282,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a cache file so that it is there complete or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
+        aside = path.with_name(f"{path.name}.{uuid.uuid4()}")
         aside.write_bytes(content)
         aside.replace(path)
     except OSError as error:

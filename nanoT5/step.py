@@ -43,17 +43,21 @@ class Step:
         torch.manual_seed((self.seed << 32) + (rank << 24) + number)  # of dropout: the same in a run that was resumed
         if self.optimizer.curvature_is_due():
             self.gradients(batch | {"draws": self.draws(batch["labels"], number)})
-            self.optimizer.update_curvature(self.targets(batch["labels"]).item())
+            if math.isfinite(self.clip(math.inf)):
+                self.optimizer.update_curvature(self.targets(batch["labels"]).item())
             self.optimizer.zero_grad()
         loss = self.accelerator.reduce(self.gradients(batch)).item()
-        limit = self.cfg.grad_clip or float("inf")
-        grad_l2 = checkpoint.whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit)).item()
+        grad_l2 = self.clip(self.cfg.grad_clip or math.inf)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if math.isfinite(loss + grad_l2):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, grad_l2
+
+    def clip(self, limit: float) -> float:
+        """Scale the gradient down to this L2 norm if it is longer; returns the norm before."""
+        return checkpoint.whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit)).item()
 
     def gradients(self, batch: Batch) -> Tensor:
         """Accumulate the gradient of the batch's mean loss per target token; returns this process's part of that loss.

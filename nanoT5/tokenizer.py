@@ -85,7 +85,7 @@ def from_sentencepiece(model: bytes, description: str) -> Tokenizer:
         export.save_pretrained(folder)
         (folder / "spiece.model").write_bytes(model)  # for load()
 
-    encode = functools.partial(processor.encode, out_type="numpy")
+    encode = functools.partial(processor.encode, out_type="numpy", num_threads=1)
     return finished(export, encode, save, pieces, hashlib.sha256(model).hexdigest(), description)
 
 
@@ -110,7 +110,8 @@ def from_transformers(name: str) -> Tokenizer:
         tokenizer.add_tokens([token for token in TOKENS if token.content not in before], special_tokens=True)
     tokenizer.model_max_length = int(1e30)  # documents are longer than a model's inputs: chunks are cut later
     encode = functools.partial(encode_with, tokenizer)
-    sha256 = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
     return finished(tokenizer, encode, tokenizer.save_pretrained, before, sha256, name)
 
 

@@ -90,8 +90,9 @@ def compare(kills: int, seed: int, processes: int, overrides: list[str], work: P
                     rank.kill()
         for rank in ranks:
             rank.join()
-        reached = [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else [0]
-        print(f"kill {done}, after {time.perf_counter() - began:.2f} s, near step {reached[-1]}", flush=True)
+        events = metrics.read_text().splitlines() if metrics.exists() else []
+        reached = json.loads(events[-1])["step"] if events else 0
+        print(f"kill {done}, after {time.perf_counter() - began:.2f} s, near step {reached}", flush=True)
         if process.exitcode == 0:
             break
         if process.exitcode != -9:

@@ -48,9 +48,8 @@ def sample(corpus: sources.Corpus, cfg, characters: int) -> Iterator[data.Docume
     for number in range(stride):
         shares = {file: math.ceil(characters * size / total) for file, size in sizes.items()}
         for file, share in shares.items():
-            documents = data.Documents(
-                replace(corpus, files=[file]), cfg.data.held_out, cfg.seed, number, stride, on_error=cfg.data.on_error
-            )
+            alone = replace(corpus, files=[file], equal_files=1.0)
+            documents = data.Documents(alone, cfg.data.held_out, cfg.seed, number, stride, on_error=cfg.data.on_error)
             for document in documents.read(epoch=0):
                 document = document._replace(text=document.text[:share])
                 yield document

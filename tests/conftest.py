@@ -1,7 +1,9 @@
+import gzip
 import inspect
 import json
 from pathlib import Path
 
+import hub
 import pytest
 import torch
 
@@ -56,3 +58,16 @@ def tiny(corpus, cache) -> list[str]:
         "device=cpu",
         "precision=fp32",
     ]
+
+
+@pytest.fixture(scope="session")
+def c4(documents, tmp_path_factory):
+    """A folder with allenai/c4: 32 files to train on, 2 to validate with."""
+    root = tmp_path_factory.mktemp("hub")
+
+    def files(texts: list[str], count: int) -> list[bytes]:
+        lines = [json.dumps({"text": text, "url": "", "timestamp": ""}) for text in texts]
+        return [gzip.compress("\n".join(lines[i::count]).encode()) for i in range(count)]
+
+    hub.write_c4(root, train=files(documents[8:], 32), validation=files(documents[:8], 2))
+    return root

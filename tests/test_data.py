@@ -122,20 +122,6 @@ def test_streams_share_out_the_rows_of_every_file(tmp_path):
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_streams_share_out_many_remote_files(tmp_path):
-    for i in range(33):
-        (tmp_path / f"{i:02}.txt").write_text(f"{i}.0\n\n{i}.1")
-    files = [f"file://{path}" for path in sorted(tmp_path.iterdir())]
-    streams = [Documents(corpus_of(*files), 0.0, 0, n, 2) for n in range(2)]
-    found = [[text.strip() for text in texts_of(stream)] for stream in streams]
-    assert sorted(sum(found, [])) == sorted(f"{i}.{j}" for i in range(33) for j in range(2))
-    assert [{int(text.split(".")[0]) % 2 for text in texts} for texts in found] == [{0}, {1}]
-    stream = list(streams[1].read(0))
-    for i, document in enumerate(stream[:-1]):
-        again = list(streams[1].read(0, document.place.file, document.place.row))
-        assert [d[:2] for d in again] == [d[:2] for d in stream[i:]]
-
-
 def test_unigram_entropy():
     """That of a known distribution, also from a sample that misses some of its tokens; and of one token."""
     shares = torch.arange(1, 2001, dtype=torch.float64)
@@ -267,13 +253,25 @@ def test_a_mixture_draws_its_sources_by_weight(tmp_path, documents):
     assert take(mixed(state=whole[99][2]), 20) == whole[100:120]
     ranks = [take(mixed(rank=r, world_size=2, state=whole[99][2]), 5) for r in range(2)]
     assert [ranks[r][4][0] for r in range(2)] == [whole[104][0][r::2] for r in range(2)]
-    evaluation = data.batches_in_order(
-        data.Mixture([chunkers(tmp_path / f"{name}.txt", 1, held_out=0.0)[0] for name in "ab"], [1.0, 1.0]),
-        50,
-        corrupt,
-    )
-    lengths = [len(batch["input_ids"]) for batch in evaluation]
-    assert lengths[:-1] == [50] * (len(lengths) - 1) and sum(lengths) > 1000
+    both = data.Mixture([chunkers(tmp_path / f"{name}.txt", 1, held_out=0.0)[0] for name in "ab"], [1.0, 9.0])
+    reading = data.Reading()
+    lengths = [len(batch["input_ids"]) for batch in data.batches_in_order(both, 50, corrupt, reading)]
+    assert lengths[:-1] == [50] * (len(lengths) - 1)
+    # all of the text of both, though one of them has no more long before the other
+    assert sum(lengths) == sum(len(block) for chunker in both.chunkers for _, block, _ in chunker.epoch(Place()))
+    assert reading.counts["tokens"] - reading.counts["tokens_dropped"] == 20 * sum(lengths)
+
+
+def test_text_of_which_nothing_can_be_read_is_noticed_soon(tmp_path):
+    lines = [json.dumps({"text" if n > 20_000 else "txt": f"document {n}"}) + "\n" for n in range(30_000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    with pytest.raises(UserError, match='a.jsonl, line 10001: no string called "text", .* see data.text_column'):
+        list(Documents(corpus_of(tmp_path / "a.jsonl"), 0.0, 0).read(0))
+    (tmp_path / "b.jsonl").write_text("".join(lines[-1:] + lines))
+    *documents, last = Documents(corpus_of(tmp_path / "b.jsonl"), 0.0, 0).read(0)
+    counts = sum((document.reading.counts for document in documents), last.reading.counts)
+    assert counts["documents"] == 10_000 and counts["documents_skipped"] == 20_001
+    assert max(len(document.reading.faults) for document in documents) == data.NAMED
 
 
 def test_a_place_is_where_its_block_begins(small):

@@ -1,6 +1,5 @@
 """Data sets on the Hub, served on loopback in the shape of C4, through the command that a user types."""
 
-import gzip
 import json
 import os
 import re
@@ -16,19 +15,6 @@ from nanoT5 import main
 ROOT = Path(main.__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def c4(documents, tmp_path_factory):
-    """A folder with allenai/c4: 32 files to train on, 2 to validate with."""
-    root = tmp_path_factory.mktemp("hub")
-
-    def files(texts: list[str], count: int) -> list[bytes]:
-        lines = [json.dumps({"text": text, "url": "", "timestamp": ""}) for text in texts]
-        return [gzip.compress("\n".join(lines[i::count]).encode()) for i in range(count)]
-
-    hub.write_c4(root, train=files(documents[8:], 32), validation=files(documents[:8], 2))
-    return root
-
-
 def run(tiny, address: str, home: Path, *overrides: str) -> subprocess.CompletedProcess:
     options = [option for option in tiny if not option.startswith(("data=", "data.path=", "data.streams="))]
     return subprocess.run(
@@ -41,7 +27,7 @@ def run(tiny, address: str, home: Path, *overrides: str) -> subprocess.Completed
     )
 
 
-def test_c4(c4, tiny, tmp_path, documents):
+def test_c4(c4, tiny, tmp_path, documents, monkeypatch):
     """Trains, with workers too; reads no more files than it needs; evaluates on the validation split; resumes."""
     with hub.serving(c4) as (address, requests):
         for name, more in (("a", []), ("b", ["data.num_workers=2"])):
@@ -49,12 +35,14 @@ def test_c4(c4, tiny, tmp_path, documents):
             assert done.returncode == 0, done.stderr
         read = {path for path in requests if re.search(r"resolve/.*\.gz$", path)}
         assert sum("validation" in path for path in read) == 2
+        monkeypatch.setattr(hub, "COMMIT", hub.COMMIT[::-1])  # as after an edit of the README
         resume = f"checkpoint.resume={tmp_path}/a/checkpoints/step-3"
         done = run(tiny, address, tmp_path, f"hydra.run.dir={tmp_path / 'c'}", resume)
         assert done.returncode == 0, done.stderr
     a, b, c = (json.loads((tmp_path / name / "summary.json").read_text()) for name in "abc")
     assert a["eval/loss"] == b["eval/loss"] == c["eval/loss"]
-    assert a["corpus"][0]["files"] == 32 and hub.COMMIT in a["corpus"][0]["first"]
+    assert a["corpus"][0]["files"] == 32 and hub.COMMIT in c["corpus"][0]["first"] != a["corpus"][0]["first"]
+    assert a["held_out"]["sequences"] == 16 and a["held_out"]["tokens"] >= 16 * 34
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hub
 import pytest
 import safetensors.torch
 
@@ -36,15 +37,18 @@ def same(alone: Path, other: Path, step: int) -> bool:
         (10, ["data.num_workers=2", "model.dropout_rate=0.1"]),
         (10, ["optim.name=sophia", "optim.grad_acc=2"]),
         (5, ["--processes=2", "parallel=fsdp2"]),
+        (3, ["data=c4", "data.streams=2", "data.num_workers=1"]),
     ],
-    ids=["workers", "sophia", "two processes"],
+    ids=["workers", "sophia", "two processes", "hub"],
 )
-def test_a_run_killed_at_random_moments_is_the_same_to_the_bit(tiny, tmp_path, kills, more):
+def test_a_run_killed_at_random_moments_is_the_same_to_the_bit(tiny, c4, tmp_path, kills, more):
     text = [option for option in tiny if option.startswith("data")]
+    if "data=c4" in more:
+        text = [option for option in text if not option.startswith(("data=", "data.path="))]
     command = [sys.executable, kill_runs.__file__, f"--kills={kills}", *text, *more]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"TMPDIR": str(tmp_path)}
-    )
+    with hub.serving(c4) as (address, _):
+        environment = os.environ | {"TMPDIR": str(tmp_path), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0 and f"killed {kills} times: the same" in done.stdout, done.stdout + done.stderr
 
 
@@ -148,7 +152,9 @@ def test_all_checkpoints_are_kept_if_asked_for(whole):
 def test_a_damaged_checkpoint_is_passed_over(tiny, whole, partial, capsys, file, damage):
     path = partial / "checkpoints/step-12" / file
     content = path.read_bytes()
-    changed = {"cut off": content[: len(content) // 2], "changed": content[:-9] + b"?" + content[-8:], "gone": b""}
+    at = content.rindex(b"1") if file == "state.json" else -9  # a digit there: what is read still makes sense
+    changed = {"cut off": content[: len(content) // 2], "changed": bytearray(content), "gone": b""}
+    changed["changed"][at] ^= 2
     path.write_bytes(changed[damage])
     if damage == "gone":
         path.unlink()
@@ -173,10 +179,34 @@ def test_half_a_line_of_the_metrics_is_no_event(tiny, whole, partial):
     assert same(whole, partial, 24)
 
 
-@pytest.mark.parametrize("given", ["partial", "partial/checkpoints/step-8"])
+@pytest.mark.parametrize("given", ["partial", "partial/checkpoints/step-8", "step-8"])
 def test_another_folder_goes_on_from_a_run(tiny, whole, partial, tmp_path, given):
+    if given == "step-8":  # a copy of a checkpoint alone, without the metrics before it
+        shutil.copytree(partial / "checkpoints/step-8", tmp_path / given)
     main.run([*tiny, *OPTIONS, f"checkpoint.resume={tmp_path / given}", f"hydra.run.dir={tmp_path}/other"])
-    assert same(whole, tmp_path / "other", 24)
+    (tensors, metrics), (other, others) = (kill_runs.outcome(path, 24) for path in (whole, tmp_path / "other"))
+    assert tensors == other
+    assert (metrics[-len(others) + 1 :] == others[1:]) if given == "step-8" else metrics == others
+
+
+def test_a_run_is_not_gone_on_with_from_its_own_past(tiny, partial):
+    """It goes on from its newest checkpoint, so that the same command can be given again."""
+    with pytest.raises(UserError, match="is of the run folder itself"):
+        main.run([*tiny, *OPTIONS, f"checkpoint.resume={partial}/checkpoints/step-4", f"hydra.run.dir={partial}"])
+
+
+def test_a_run_whose_checkpoints_were_removed_is_not_trained_over(tiny, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    with pytest.raises(UserError, match="already holds a run"):
+        main.run([*tiny, *OPTIONS, f"hydra.run.dir={tmp_path}/run"])
+
+
+def test_other_folders_beside_the_checkpoints_are_left_alone(tiny, partial):
+    for name in ("step-8-good", ".writing-3"):
+        shutil.copytree(partial / "checkpoints/step-8", partial / "checkpoints" / name)
+    main.run([*tiny, *OPTIONS, f"hydra.run.dir={partial}"])
+    left = {path.name for path in (partial / "checkpoints").iterdir()}
+    assert left == {"step-20", "step-24", "step-8-good"}
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it_whole(tiny, whole, partial, tmp_path):
@@ -211,10 +241,11 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_whole(tiny, whole, partial,
     ],
 )
 def test_a_change_of_model_data_or_optimizer_is_refused(tiny, partial, change, word):
-    before = (partial / "metrics.jsonl").read_text()
+    files = [partial / "metrics.jsonl", partial / "config.yaml"]
+    before = [file.read_text() for file in files]
     with pytest.raises(UserError, match=word):
         main.run([*tiny, *OPTIONS, change, f"hydra.run.dir={partial}"])
-    assert (partial / "metrics.jsonl").read_text() == before
+    assert [file.read_text() for file in files] == before
 
 
 def test_other_text_at_the_same_path_is_refused(tiny, partial, corpus, tmp_path):

@@ -44,6 +44,10 @@ def test_streams_share_out_whole_files_where_these_are_alike(tmp_path, count, la
     assert len(texts) == len(set(texts)) == 3 * (count - 1 + largest)
     files = [{text[:7] for text in stream} for stream in streams]
     assert (sum(map(len, files)) == count) == alike
+    reader = data.Documents(corpus(tmp_path), 0.0, 0, 1, 4)
+    for i, document in enumerate(list(reader.read(0))[:-1]):
+        again = [document.text.strip() for document in reader.read(0, document.place.file, document.place.row)]
+        assert again[:-1] == streams[1][i:]
     sizes = list(map(len, streams))
     assert max(sizes) <= 1.2 * min(sizes)
 
@@ -132,6 +136,36 @@ def test_a_file_that_was_cut_off(tmp_path, name):
     assert sorted(row for stream in streams for row in stream) == sorted(found)
 
 
+def test_damage_within_a_table(tmp_path):
+    rows = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(5_000)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path, row_group_size=1_000, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 5_000] = b"?" * 5_000
+    path.write_bytes(content)
+    *found, last = read(path)
+    assert found == [(i, rows[i], None) for i in range(len(found))] and 1_000 <= len(found) <= 3_000
+    assert last[2] == "damaged from here on"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_strings_of_a_table_that_are_not_utf8(tmp_path, name):
+    texts = pyarrow.array([b"fine", b"a\xffb", None], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"text": texts})
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        with pyarrow.ipc.new_stream(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    fault = 'no string called "text"'
+    assert read(tmp_path / name) == [
+        (0, "fine", None),
+        (1, "a\ufffdb", "invalid UTF-8, replaced"),
+        (2, "", fault),
+    ]
+
+
 def test_text_corpus_takes_files_folders_and_globs_and_names_what_it_cannot_read(tmp_path):
     for name in ("b.txt", "a.txt", "c.csv", "sub/d.jsonl.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -146,6 +180,8 @@ def test_text_corpus_takes_files_folders_and_globs_and_names_what_it_cannot_read
         "**/*.gz": ["d.jsonl.gz"],
         "a.txt": ["a.txt"],
     }
+    (tmp_path / "x [1].txt").write_text("a name that would be a pattern")
+    assert len(corpus(tmp_path / "x [1].txt").files) == 1
     for pattern, words in (("none*", "matches no file"), ("*.csv", "c.csv is not")):
         with pytest.raises(UserError, match=words):
             corpus(tmp_path / pattern)

@@ -3,7 +3,7 @@ import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
 
-from nanoT5 import model, step
+from nanoT5 import model, optim, step
 
 
 @pytest.mark.parametrize("splits", [2, 4])
@@ -40,3 +40,19 @@ def test_sophias_labels_are_drawn_from_the_model():
     step.sampled_loss(logits, torch.zeros(1, 20_000, dtype=torch.long), draws).backward()
     shares = odds / 8 - logits.grad[0].sum(0)  # the gradient is the mean of softmax minus one-hot
     assert torch.allclose(shares, odds / 8, atol=0.02)
+
+
+def test_sophias_curvature_takes_in_finite_gradients_only():
+    weights = torch.nn.Linear(2, 1, bias=False)
+    sophia = optim.Sophia(weights.parameters(), lr=0.1)
+    once = step.Step(weights, sophia, Accelerator(cpu=True), "fp32", OmegaConf.create({"grad_clip": 1.0}), seed=0)
+    values = {"sampled": float("nan"), "true": 1.0}
+
+    def gradients(batch):
+        weights.weight.grad = torch.full((1, 2), values["sampled" if "draws" in batch else "true"])
+        return torch.tensor(1.0)
+
+    once.gradients = gradients
+    batch = {"labels": torch.zeros(4, 5, dtype=torch.long)}
+    once(batch, 0.1, 0)
+    assert not sophia.state[weights.weight]["curvature"].any() and weights.weight.isfinite().all()

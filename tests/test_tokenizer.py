@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import hub
@@ -355,7 +356,8 @@ def files(documents, tmp_path_factory) -> Path:
 def sampled(files: Path, characters: int, *overrides: str) -> dict[int, list[int]]:
     """The rows that are in a sample, by file."""
     cfg, _ = config.load(["data=text", f"data.path={files}", *overrides])
-    texts = [document.text for document in train_tokenizer.sample(sources.text(cfg.data, None), cfg, characters)]
+    corpus = replace(sources.text(cfg.data, None), equal_files=1000.0)  # of which streams would share out whole files
+    texts = [document.text for document in train_tokenizer.sample(corpus, cfg, characters)]
     assert min(characters, 200_000) <= sum(map(len, texts)) <= characters + 20
     rows = defaultdict(list)
     for words in map(str.split, texts):
