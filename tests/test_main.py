@@ -318,7 +318,6 @@ def faulty(tmp_path, corpus):
         "data.path=null": ["data.path", "text"],
         "data.text_column=body": ["text.jsonl, line", 'no string called "body"'],
         "data.mixture=[{source:docstrings}]": ["data.mixture", "data=mixture"],
-        "data=mixture": ["data.mixture", "data=mixture"],
         "data.name=x/y": ["data.name=x/y", "data=hub"],
         "model.init=xavier": ["model.init=xavier", "small_embedding"],
         "model.init_std=0": ["model.init_std=0", "above 0"],
@@ -363,6 +362,11 @@ def test_mistakes_get_a_sentence_that_names_the_remedy(tiny, corpus, tmp_path, m
         assert isinstance(sentence, str) and sentence.startswith("nanoT5: "), override
         assert "\n" not in sentence and all(word in sentence for word in words), (override, sentence)
     assert not trained
+
+
+def test_a_mixture_needs_its_sources():
+    with pytest.raises(UserError, match="data.mixture and data=mixture need each other"):
+        config.check(config.load(["data=mixture"])[0])
 
 
 def test_all_faults_are_reported_at_once():
