@@ -11,7 +11,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from nanoT5 import UserError, config
-from nanoT5.log import Progress
 from nanoT5.optim import Optimizer
 
 TENSORS = ("model.safetensors", "optimizer.safetensors")
@@ -76,7 +74,7 @@ def load_weights(t5: nn.Module, key: str, path: Path) -> None:
                 "(see data.tokenizer, model.init)"
             )
     for name, parameter in expected.items():
-        parameter.copy_(sharded_as(loaded[name], parameter))
+        parameter.copy_(loaded[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,10 +87,11 @@ def save(
     """Write folder/step-N and drop all but the newest `keep`; every process has to call it, and one writes."""
     groups = weights(t5).items(), optimizer_tensors(t5, optimizer)
     tensors = {name: gathered(group, is_main_process) for name, group in zip(TENSORS, groups)}
-    final = folder / f"step-{state['step']}"
+    step = state["progress"]["step"]
+    final = folder / f"step-{step}"
     if not is_main_process:
         return final
-    aside = folder / f".writing-{state['step']}"
+    aside = folder / f".writing-{step}"
     try:
         for left in folder.glob(".writing-*"):  # by a process that was killed
             shutil.rmtree(left)
@@ -109,7 +108,7 @@ def save(
         shutil.rmtree(aside, ignore_errors=True)
         before = found(folder)
         raise UserError(
-            f"the checkpoint of step {state['step']} could not be written ({error}): make room in {folder}, and the "
+            f"the checkpoint of step {step} could not be written ({error}): make room in {folder}, and the "
             f"same command goes on from {before[0] if before else 'the start'}"
         ) from None
     for old in found(folder)[keep:] if keep else ():
@@ -164,21 +163,13 @@ def choose(path: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def load(
-    path: Path,
-    cfg: DictConfig,
-    origin: dict,
-    t5: nn.Module,
-    optimizer: Optimizer,
-    progress: Progress,
-    say: Callable[[str], None],
-) -> None:
-    """Weights, optimizer state and progress of an intact checkpoint, if its configuration goes with this one."""
+def read(path: Path, cfg: DictConfig, origin: dict, say: Callable[[str], None]) -> dict:
+    """The state of an intact checkpoint, if its configuration and the origin of its data go with these."""
     state = json.loads((path / "state.json").read_text())["state"]
-    before, now = state.pop("config"), config.flat(cfg)
+    before, now = state["config"], config.flat(cfg)
     changed = {key: f"{key}={before.get(key)} there, {now[key]} here" for key in now if before.get(key) != now[key]}
     fatal = [text for key, text in changed.items() if config.decides(key)]
-    same_data = state.pop("origin") == origin
+    same_data = state["origin"] == origin
     if not same_data and not fatal:
         fatal = ["the text or the tokenizer is another one"]
     if fatal and not cfg.checkpoint.force:
@@ -189,18 +180,15 @@ def load(
     for key, text in changed.items():
         if not config.is_free(key):
             say(f"since {path}: {text}")
-    load_weights(t5, "checkpoint.resume", path)
     if not same_data:
-        state["data"] = None
-    steps = state.pop("optimizer_steps")
-    if changed.keys().isdisjoint(["optim.name", "optim.rms_scale"]):
-        load_optimizer(path, steps, t5, optimizer)
-    for key, value in state.items():
-        if key in asdict(progress):
-            setattr(progress, key, value)
+        state["progress"]["data"] = None
+    if not changed.keys().isdisjoint(["optim.name", "optim.rms_scale"]):
+        state["optimizer_steps"] = None
+    return state
 
 
 def load_optimizer(path: Path, steps: list[int], t5: nn.Module, optimizer: Optimizer) -> None:
+    """steps: how many every parameter group has made."""
     for group, count in zip(optimizer.param_groups, steps):
         group["steps"] = count
     parameters = dict(t5.named_parameters())

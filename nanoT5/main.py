@@ -54,7 +54,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     with accelerator.local_main_process_first():  # it fills the cache that the others read
         text = data.build(cfg)
     shape = model_shape(cfg, text.tokenizer)
-    t5 = build_model(cfg, shape, accelerator)
+    state = checkpoint.read(begin, cfg, text.origin, accelerator.print) if begin else None
+    t5 = build_model(cfg, shape, accelerator, begin)
     trained = distributed(cfg, t5, accelerator)
     evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator)
     if cfg.eval_only:
@@ -65,11 +66,9 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         return summary
 
     optimizer = optim.build(cfg.optim, t5)
-    progress = log.Progress(faults=text.held_out.faults)
-    if begin:
-        checkpoint.load(begin, cfg, text.origin, t5, optimizer, progress, accelerator.print)
-        if cfg.model.blind_encoder:
-            model.blind(t5)  # the checkpoint may be of a run that saw
+    progress = log.Progress(**state["progress"]) if begin else log.Progress(faults=text.held_out.faults)
+    if begin and state["optimizer_steps"]:
+        checkpoint.load_optimizer(begin, state["optimizer_steps"], t5, optimizer)
     if not accelerator.is_main_process:
         progress.faults = []
     # a run that was killed between its last checkpoint and its summary has those things to do that follow the loop
@@ -92,8 +91,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process)
 
     def save() -> Path:
-        state = asdict(progress) | {"config": config.flat(cfg), "origin": text.origin}
-        state |= {"data": data.merged(gather_object([progress.data])), "faults": gather_object(progress.faults)}
+        of_all = {"data": data.merged(gather_object([progress.data])), "faults": gather_object(progress.faults)}
+        state = {"progress": asdict(progress) | of_all, "config": config.flat(cfg), "origin": text.origin}
         return checkpoint.save(
             folder / "checkpoints", t5, optimizer, state, cfg.checkpoint.keep, accelerator.is_main_process
         )
@@ -227,13 +226,15 @@ def model_shape(cfg: DictConfig, tokenizer: data.Tokenizer) -> T5Config:
     return model.t5_config(tokenizer.size, tokenizer.pad_id, tokenizer.eos_id, **shape)
 
 
-def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator) -> nn.Module:
-    """The model with its first weights, on its device."""
+def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator, begin: Path | None = None) -> nn.Module:
+    """The model on its device, with the weights of the checkpoint `begin`, or its first ones."""
     m = cfg.model
     t5 = model.CLASSES[m.klass](shape)
     if m.init == "small_embedding":
         model.add_embedding_norm(t5, shape)
-    if m.checkpoint_path:
+    if begin:
+        checkpoint.load_weights(t5, "checkpoint.resume", begin)
+    elif m.checkpoint_path:
         checkpoint.load_weights(t5, "model.checkpoint_path", Path(m.checkpoint_path).expanduser())
     else:
         distributions = model.initial_distributions(shape, m.init, m.init_std, m.init_distribution, m.std)
