@@ -19,25 +19,12 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from nanoT5 import UserError, config
+from nanoT5 import UserError, config, relora
 from nanoT5.optim import Optimizer
+from nanoT5.sharding import sharded_as, whole
 
 TENSORS = ("model.safetensors", "optimizer.safetensors")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """With the shards of all processes, each of which has to call this."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
-
-
-def sharded_as(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """On the parameter's device, and cut up as it is; a tensor of another shape is kept whole by every process."""
-    if not isinstance(parameter, DTensor) or tensor.dim() == 0:
-        return tensor.to(parameter.device)
-    placements = parameter.placements if tensor.shape == parameter.shape else [Replicate()]
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, placements, src_data_rank=None)
 
 
 def gathered(tensors: Iterable[tuple[str, Tensor]], is_main_process: bool) -> dict[str, Tensor]:
@@ -194,7 +181,8 @@ def load_optimizer(path: Path, steps: list[int], t5: nn.Module, optimizer: Optim
     parameters = dict(t5.named_parameters())
     for name, tensor in safetensors.torch.load_file(path / "optimizer.safetensors").items():
         name, key = name.split("/")
-        optimizer.state[parameters[name]][key] = sharded_as(tensor, parameters[name])
+        if parameters[name].requires_grad:  # else adapters are to train it from here on
+            optimizer.state[parameters[name]][key] = sharded_as(tensor, parameters[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,6 +196,7 @@ def export(folder: Path, t5: nn.Module, shape, tokenizer, is_main_process: bool)
     tensors = gathered(weights(t5).items(), is_main_process)
     if not is_main_process:
         return
+    tensors = relora.without_adapters(tensors, t5)
     shape.architectures = ["T5ForConditionalGeneration"]
     shape.tie_word_embeddings = False  # Transformers 5 sets it to True whatever one asks for
     shape.save_pretrained(folder)

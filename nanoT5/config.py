@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nanoT5 import UserError, corruption, data, model, optim
+from nanoT5 import UserError, corruption, data, model, optim, relora
 
 FOLDER = Path(__file__).parent.parent / "configs"
 
@@ -97,6 +97,16 @@ RULES: dict[str, Rule] = {
     "optim.grad_clip": NOT_NEGATIVE,
     "optim.grad_acc": whole(1),
     "optim.max_bad_steps": whole(1),
+    "relora.rank": or_null(whole(1)),
+    "relora.alpha": or_null(POSITIVE),
+    "relora.dropout": number("a number from 0 to below 1", lambda v: 0 <= v < 1),
+    "relora.every": whole(1),
+    "relora.warm_start_steps": whole(0),
+    "relora.restart_warmup_steps": whole(0),
+    "relora.reset_optimizer": choice("none", "zero", "magnitude", "random"),
+    "relora.reset_ratio": number("a number from 0 to 1", lambda v: 0 <= v <= 1),
+    "relora.init": choice("kaiming", "identity"),
+    "relora.modules": TEXT,
     "eval.every_steps": whole(1),
     "eval.steps": whole(1),
     "eval.batch_size": whole(1),
@@ -123,7 +133,7 @@ def flat(cfg: DictConfig) -> dict[str, object]:
 # trained, and on what, may not
 FREE = ("device", "parallel", "tag", "eval.", "checkpoint.", "logging.", "optim.total_steps", "optim.max_bad_steps")
 FREE += ("data.num_workers", "data.cache", "model.compile", "model.checkpoint_path", "model.random_init")
-DECIDING = ("seed", "model.", "data.", "optim.name", "optim.rms_scale")
+DECIDING = ("seed", "model.", "data.", "optim.name", "optim.rms_scale", "relora.")
 
 
 def is_free(key: str) -> bool:
@@ -159,10 +169,11 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
         yield from faults_of_part(part, f"data.mixture[{i}]")
     if o.batch_size % o.grad_acc:
         yield f"optim.batch_size={o.batch_size} is not divisible by optim.grad_acc={o.grad_acc}: change one of them"
-    if o.warmup_steps >= o.total_steps and o.lr_scheduler == "cosine":
+    if o.warmup_steps >= o.total_steps and "cosine" in o.lr_scheduler:
         yield f"optim.warmup_steps={o.warmup_steps} leaves no step of optim.total_steps={o.total_steps} for the cosine"
     if cfg.data.num_workers > cfg.data.streams:
         yield f"data.num_workers={cfg.data.num_workers}: at most data.streams={cfg.data.streams} of them have work"
+    yield from faults_of_adapters(cfg)
     try:
         corruption.span_lengths(cfg.data.input_length, cfg.data.mlm_probability, cfg.data.mean_noise_span_length)
     except ValueError as error:
@@ -174,6 +185,29 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
         yield "model.checkpoint_path is not used while model.random_init=true: say model.random_init=false"
     if needs_weights and (cfg.model.init in ("t5", "uniform") or any(cfg.model.std.values())):
         yield "model.init and model.std have no part in weights from model.checkpoint_path: leave them out"
+
+
+def faults_of_adapters(cfg: DictConfig) -> Iterator[str]:
+    r, m = cfg.relora, cfg.model
+    if r.init == "identity" and (r.rank is not None or r.alpha is not None):
+        yield "relora.rank and relora.alpha have no part in relora.init=identity: leave them out"
+    if not relora.is_on(r):
+        if cfg.optim.lr_scheduler == "jagged_cosine":
+            yield "optim.lr_scheduler=jagged_cosine follows the restarts of adapters: give relora.rank"
+        return
+    smallest = min(m.d_model, m.num_heads * m.d_kv, m.d_ff)
+    if r.rank is not None and r.rank > smallest:
+        yield f"relora.rank={r.rank} is above the rank of the smallest matrix: give {smallest} at most"
+    if r.warm_start_steps >= cfg.optim.total_steps:
+        yield f"relora.warm_start_steps={r.warm_start_steps} leaves no step of optim.total_steps for the adapters"
+    if r.restart_warmup_steps >= r.every:
+        yield f"relora.restart_warmup_steps={r.restart_warmup_steps} has to be below relora.every={r.every}"
+    if m.blind_encoder:
+        yield "model.blind_encoder=true and adapters do not go together: leave relora.rank out"
+    try:
+        re.compile(r.modules)
+    except re.error as error:
+        yield f"relora.modules={r.modules} is not a regular expression: {error}"
 
 
 NEEDED = {  # keys of data that only some sources take, and what to name there where it is needed

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import T5Config
 
-from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim
+from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim, relora
 from nanoT5.step import Evaluator, Step
 
 SHAPE = ("d_model", "d_kv", "num_heads", "d_ff", "num_layers", "num_decoder_layers", "dropout_rate")  # as in T5Config
@@ -54,9 +54,11 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     with accelerator.local_main_process_first():  # it fills the cache that the others read
         text = data.build(cfg)
     shape = model_shape(cfg, text.tokenizer)
-    state = checkpoint.read(begin, cfg, text.origin, accelerator.print) if begin else None
-    t5 = build_model(cfg, shape, accelerator, begin)
-    trained = distributed(cfg, t5, accelerator)
+    state = {"progress": {"faults": text.held_out.faults}, "optimizer_steps": None}
+    if begin:
+        state = checkpoint.read(begin, cfg, text.origin, accelerator.print)
+    progress = log.Progress(**state["progress"])
+    t5, trained, optimizer = assemble(cfg, shape, accelerator, progress.step, begin, state["optimizer_steps"])
     evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator)
     if cfg.eval_only:
         summary = evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False}
@@ -65,10 +67,6 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             log.write_summary(folder, summary)
         return summary
 
-    optimizer = optim.build(cfg.optim, t5)
-    progress = log.Progress(**state["progress"]) if begin else log.Progress(faults=text.held_out.faults)
-    if begin and state["optimizer_steps"]:
-        checkpoint.load_optimizer(begin, state["optimizer_steps"], t5, optimizer)
     if not accelerator.is_main_process:
         progress.faults = []
     # a run that was killed between its last checkpoint and its summary has those things to do that follow the loop
@@ -103,7 +101,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         while not last:
             with events.waiting():
                 batch, progress.data, faults = next(batches)
-            lr = schedule(progress.step, optimizer.defaults["lr"], cfg.optim)
+            lr = schedule(progress.step, optimizer.defaults["lr"], cfg)
             loss, grad_l2 = step(batch, lr, progress.step)
             progress.advance(batch, accelerator.num_processes, faults, lr, loss, grad_l2)
             events.step(cfg.optim)
@@ -111,13 +109,21 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             done = progress.step == cfg.optim.total_steps
             last = done or agree(accelerator, stop.is_set())
             evaluate = done or progress.step % cfg.eval.every_steps == 0
-            keep = done or progress.step % cfg.checkpoint.every_steps == 0
+            adapters_begin = relora.begins(cfg.relora, progress.step) and not last
+            keep = done or adapters_begin or progress.step % cfg.checkpoint.every_steps == 0
+            if not done and relora.restarts(cfg.relora, progress.step):
+                relora.restart(t5, optimizer, cfg.relora, cfg.seed, progress.step)
             if evaluate or keep or progress.step % cfg.logging.every_steps == 0:
                 events.training(t5, optimizer)  # before a checkpoint, so that no diverged weights are ever saved
             if evaluate:
                 events.evaluation(evaluator())
             if keep or last:
                 events.saved(save())
+            if adapters_begin:  # as in a run that goes on from this checkpoint
+                accelerator.wait_for_everyone()  # until the main process has written it
+                steps = [group["steps"] for group in optimizer.param_groups]
+                t5, trained, optimizer = assemble(cfg, shape, accelerator, progress.step, events.checkpoint, steps)
+                step, evaluator = replace(step, trained=trained, optimizer=optimizer), replace(evaluator, t5=t5)
 
     events.close()
     if not done or not events.last_evaluation:  # a run that never stopped would not have it in its metrics
@@ -127,6 +133,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         "interrupted": not done,
         "seconds": round(time.perf_counter() - started, 1),
         "parameters": sum(p.numel() for p in t5.parameters()),
+        "trainable_parameters": sum(p.numel() for p in t5.parameters() if p.requires_grad),
         "device": accelerator.device.type,
         "processes": accelerator.num_processes,
         "precision": precision,
@@ -226,12 +233,32 @@ def model_shape(cfg: DictConfig, tokenizer: data.Tokenizer) -> T5Config:
     return model.t5_config(tokenizer.size, tokenizer.pad_id, tokenizer.eos_id, **shape)
 
 
-def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator, begin: Path | None = None) -> nn.Module:
+def assemble(
+    cfg: DictConfig, shape: T5Config, accelerator: Accelerator, done: int, begin: Path | None, steps: list[int] | None
+) -> tuple[nn.Module, nn.Module, optim.Optimizer]:
+    """(model, what trains it in all processes, optimizer) after `done` steps, read from the checkpoint `begin` if any.
+
+    steps: of the optimizer's parameter groups; without them its state begins anew.
+    """
+    t5 = build_model(cfg, shape, accelerator, done, begin)
+    trained = distributed(cfg, t5, accelerator)
+    optimizer = optim.build(cfg.optim, t5)
+    if steps:
+        checkpoint.load_optimizer(begin, steps, t5, optimizer)
+    relora.set_floors(t5, optimizer)
+    return t5, trained, optimizer
+
+
+def build_model(
+    cfg: DictConfig, shape: T5Config, accelerator: Accelerator, done: int = 0, begin: Path | None = None
+) -> nn.Module:
     """The model on its device, with the weights of the checkpoint `begin`, or its first ones."""
     m = cfg.model
     t5 = model.CLASSES[m.klass](shape)
     if m.init == "small_embedding":
         model.add_embedding_norm(t5, shape)
+    if relora.is_on(cfg.relora) and done > cfg.relora.warm_start_steps:
+        relora.wrap(t5, cfg.relora, cfg.seed)
     if begin:
         checkpoint.load_weights(t5, "checkpoint.resume", begin)
     elif m.checkpoint_path:
@@ -239,6 +266,8 @@ def build_model(cfg: DictConfig, shape: T5Config, accelerator: Accelerator, begi
     else:
         distributions = model.initial_distributions(shape, m.init, m.init_std, m.init_distribution, m.std)
         model.initialize(t5, distributions, cfg.seed)
+    if relora.begins(cfg.relora, done):
+        relora.wrap(t5, cfg.relora, cfg.seed)
     if m.blind_encoder:
         model.blind(t5)
     # Compiling took 80 s for nano on two CPU cores and won nothing there; on a GPU a long run repays it

@@ -13,8 +13,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from nanoT5 import checkpoint, model, optim
+from nanoT5 import model, optim
 from nanoT5.alignment import Alignment
+from nanoT5.sharding import whole
 
 Batch = dict[str, Tensor]
 
@@ -57,7 +58,7 @@ class Step:
 
     def clip(self, limit: float) -> float:
         """Scale the gradient down to this L2 norm if it is longer; returns the norm before."""
-        return checkpoint.whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit)).item()
+        return whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit)).item()
 
     def gradients(self, batch: Batch) -> Tensor:
         """Accumulate the gradient of the batch's mean loss per target token; returns this process's part of that loss.

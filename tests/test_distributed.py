@@ -31,12 +31,16 @@ VARIANTS = {
     "sophia": ["optim.name=sophia", "optim.rms_scale=true"],
     "adafactor": ["optim.name=adafactor", "optim.rms_scale=false", "optim.grad_clip=0"],
     "transformers": ["model.klass=hf_t5", "data.num_workers=2"],
+    "relora": [
+        *("relora.rank=4", "relora.every=3", "relora.warm_start_steps=2", "relora.restart_warmup_steps=1"),
+        *("relora.reset_optimizer=magnitude", "relora.reset_ratio=0.5", "optim.lr_scheduler=jagged_cosine"),
+    ],
     "dirty": ["model.d_ff=49", "data.path={dirty}"],  # and matrices that cannot be cut in two halves
     "small_embedding": ["model.init=small_embedding", "optim.name=adamw"],
 }
 
 BROKEN = (4, 11, 22, 31)  # lines of the dirty text
-RESUMED = ("lion", "adafactor", "sophia")
+RESUMED = ("lion", "adafactor", "sophia", "relora")
 
 
 def together(folder: Path, runs: list[list[str]]) -> None:
@@ -137,6 +141,18 @@ def test_any_number_of_processes_goes_on_from_a_checkpoint(folder, tiny, tmp_pat
         assert metrics(tmp_path / f"one-{name}", "train/loss") == pytest.approx(
             metrics(folder / "one" / name, "train/loss"), rel=2e-4
         )
+
+
+def test_adapters_are_cut_up_and_frozen_weights_cost_no_gradients(tiny):
+    script = ROOT / "tests" / "sharded_adapters.py"
+    done = subprocess.run(
+        [*TORCHRUN, script, *tiny, "parallel=fsdp2", "relora.rank=2"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def launch(*command, **options) -> subprocess.Popen:

@@ -2,7 +2,6 @@
 
 import csv
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -11,14 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import hump
 import pytest
 
 from nanoT5 import UserError
-
-spec = importlib.util.spec_from_file_location("hump", Path(__file__).parent.parent / "scripts" / "hump.py")
-hump = importlib.util.module_from_spec(spec)
-sys.modules["hump"] = hump  # dataclasses look their module up
-spec.loader.exec_module(hump)
 
 CELL = hump.Cell("adamw", False, "hf")  # a headline cell, whose first rates are 3e-4 to 1e-2
 

@@ -72,7 +72,7 @@ def test_metrics(finished, tiny):
     last = training[-1]
     assert (last["train/input_tokens"], last["train/target_tokens"]) == (40 * 8 * 32, 40 * 8 * 8)
     assert last["train/loss"] < training[0]["train/loss"]
-    assert last["train/lr"] == optim.cosine(39, 3e-2, OmegaConf.load(finished / "config.yaml").optim)
+    assert last["train/lr"] == optim.cosine(39, 3e-2, OmegaConf.load(finished / "config.yaml"))
     weights = saved(finished, 40).values()
     assert last["train/weights_l2"] == pytest.approx(
         math.sqrt(sum((w.double() ** 2).sum().item() for w in weights)), rel=1e-5

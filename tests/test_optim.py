@@ -209,10 +209,10 @@ def test_every_parameter_is_in_one_group():
         ({"name": "adamw", "rms_scale": True, "base_lr": 1e-2}, 1e-2, True),
         ({"name": "adamw", "rms_scale": True}, 3e-2, True),
         ({"rms_scale": False}, 3e-3, False),
-        ({"name": "lion"}, 2e-4, False),
-        ({"name": "lion", "rms_scale": "init"}, 7.5e-4, "init"),
-        ({"name": "sophia", "rms_scale": True}, 1e-3, True),
-        ({"name": "adafactor"}, 2e-2, True),
+        ({"name": "lion"}, 3e-4, False),
+        ({"name": "lion", "rms_scale": "init"}, 3e-3, "init"),
+        ({"name": "sophia", "rms_scale": True}, 3e-3, True),
+        ({"name": "adafactor"}, 3e-2, True),
     ],
 )
 def test_defaults_follow_the_optimizer(changes, lr, rms_scale):
@@ -220,8 +220,9 @@ def test_defaults_follow_the_optimizer(changes, lr, rms_scale):
     assert all((g["lr"], g["rms_scale"]) == (lr, rms_scale) for g in optimizer.param_groups)
 
 
-def rates(name, **changes):
-    return [optim.SCHEDULES[name](step, 0.02, config(**changes)) for step in range(100)]
+def rates(name, steps=100, base_lr=0.02, relora=None, **changes):
+    cfg = SimpleNamespace(optim=config(**changes), relora=relora)
+    return [optim.SCHEDULES[name](step, base_lr, cfg) for step in range(steps)]
 
 
 def test_cosine_is_that_of_the_2023_trainer():
@@ -243,12 +244,19 @@ def test_constant():
 
 
 def test_legacy():
-    found = [
-        optim.legacy(step, 123.0, config(total_steps=50_000))
-        for step in (0, 9_999, 10_000, 40_000, 45_000, 47_500, 50_000)
-    ]
+    found = np.array(rates("legacy", steps=50_001, base_lr=123.0, total_steps=50_000))
+    found = found[[0, 9_999, 10_000, 40_000, 45_000, 47_500, 50_000]]
     peak = 1 / math.sqrt(45_000)
     assert found == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3, peak, peak / 2, 0.0])
+
+
+@pytest.mark.parametrize("warm_start_steps, begun", [(0, [40, 80]), (50, [50, 80]), (15, [15, 40, 80])])
+def test_jagged_cosine(warm_start_steps, begun):
+    relora = SimpleNamespace(every=40, restart_warmup_steps=5, warm_start_steps=warm_start_steps)
+    expected = rates("cosine")
+    for start in begun:
+        expected[start : start + 5] = [expected[start + 5] * i / 5 for i in range(5)]
+    assert rates("jagged_cosine", relora=relora) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_optimizer_of_the_readme():

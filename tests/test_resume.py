@@ -1,6 +1,5 @@
 """Going on after whatever ended a run, to the bit."""
 
-import importlib.util
 import json
 import os
 import resource
@@ -11,15 +10,11 @@ import sys
 from pathlib import Path
 
 import hub
+import kill_runs
 import pytest
 import safetensors.torch
 
 from nanoT5 import UserError, checkpoint, main, optim
-
-spec = importlib.util.spec_from_file_location("kill_runs", Path(__file__).parent.parent / "scripts" / "kill_runs.py")
-kill_runs = importlib.util.module_from_spec(spec)
-sys.modules["kill_runs"] = kill_runs
-spec.loader.exec_module(kill_runs)
 
 OPTIONS = [
     *("optim.total_steps=24", "optim.grad_acc=2", "model.dropout_rate=0.1", "checkpoint.every_steps=4"),

@@ -1,4 +1,3 @@
-import importlib.util
 import io
 import json
 import os
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+import train_tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -31,9 +31,6 @@ from transformers import (
 from nanoT5 import UserError, config, main, sources, tokenizer
 
 ROOT = Path(main.__file__).parent.parent
-spec = importlib.util.spec_from_file_location("train_tokenizer", ROOT / "scripts" / "train_tokenizer.py")
-train_tokenizer = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(train_tokenizer)
 
 ODD_TEXTS = [
     *("", " ", "  two  spaces ", "tab\tand\nnew line\n", "“quoted”, naïve, e\u0301, ＦＵＬＬ ﬁ", "日本語 🙂🙂 x"),
