@@ -9,7 +9,7 @@ of the whole matrix, which shows whether anything else goes wrong.
 
 RMS scaling would hold B, which is zero, at its floor of 1e-3. The floor of a B is instead what makes a step change
 s B A by as much, relative to W, as the same step of a whole matrix would change W: RMS(W) / (s RMS(A) sqrt(rank)), with
-the RMS of A as drawn. A is scaled by its own RMS like any other tensor.
+the RMS of A as drawn. A is scaled by its own RMS like any other tensor, with init=identity by at least that of W.
 """
 
 import math
@@ -74,12 +74,17 @@ def restarts(cfg, step: int) -> bool:
 # What
 
 
+def chosen(t5: nn.Module, cfg) -> dict[str, nn.Linear]:
+    """The linear maps whose name has a match of cfg.modules."""
+    linears = {name: module for name, module in t5.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in linears.items() if re.search(cfg.modules, name)}
+
+
 def wrap(t5: nn.Module, cfg, seed: int) -> None:
-    """Put adapters on every linear map whose name has a match of cfg.modules."""
-    for name, linear in list(t5.named_modules()):
-        if isinstance(linear, nn.Linear) and re.search(cfg.modules, name):
-            parent, _, own = name.rpartition(".")
-            setattr(t5.get_submodule(parent), own, LowRank(linear, cfg))
+    """Put adapters on the chosen linear maps."""
+    for name, linear in chosen(t5, cfg).items():
+        parent, _, own = name.rpartition(".")
+        setattr(t5.get_submodule(parent), own, LowRank(linear, cfg))
     draw(t5, seed, cfg.warm_start_steps)
 
 
@@ -105,11 +110,14 @@ def merge(t5: nn.Module) -> None:
 
 @torch.no_grad()
 def set_floors(t5: nn.Module, optimizer: Optimizer) -> None:
-    """The smallest RMS scale of every B; see above."""
-    modules = [module for module in adapted(t5) if module.lora_B is not None]
+    """The smallest RMS scale of every tensor that starts at zero; see above."""
+    modules = adapted(t5)
     for module, size in zip(modules, rms([module.weight for module in modules]) if modules else ()):
-        drawn = (3 * module.lora_A.shape[1]) ** -0.5  # RMS of A
-        optimizer.state[module.lora_B]["smallest_scale"] = size / (module.scale * drawn * math.sqrt(module.rank))
+        if module.lora_B is None:
+            optimizer.state[module.lora_A]["smallest_scale"] = size
+        else:
+            drawn = (3 * module.lora_A.shape[1]) ** -0.5  # RMS of A
+            optimizer.state[module.lora_B]["smallest_scale"] = size / (module.scale * drawn * math.sqrt(module.rank))
 
 
 @torch.no_grad()

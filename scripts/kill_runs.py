@@ -67,12 +67,20 @@ def compare(kills: int, seed: int, processes: int, overrides: list[str], work: P
             ranks[-1].start()
         return ranks
 
-    for process in begin("alone"):
+    def wait(process, metrics: Path, before: int | None) -> None:
+        """Until the run has loaded: it begins by writing its metrics anew, as another file than `before`."""
+        while process.is_alive() and (not metrics.exists() or metrics.stat().st_ino == before):
+            time.sleep(0.005)
+
+    ranks = begin("alone")
+    wait(ranks[0], work / "alone/metrics.jsonl", None)
+    began = time.perf_counter()
+    for process in ranks:
         process.join()
         if process.exitcode:
             sys.exit("the run that was left alone failed")
-    summary = json.loads((work / "alone/summary.json").read_text())
-    step, seconds = summary["step"], summary["seconds"]
+    seconds = time.perf_counter() - began
+    step = json.loads((work / "alone/summary.json").read_text())["step"]
 
     metrics, done = work / "killed/metrics.jsonl", 0
     while True:
@@ -81,8 +89,7 @@ def compare(kills: int, seed: int, processes: int, overrides: list[str], work: P
         process = ranks[0]
         if done < kills:
             if rng.random() < 0.9:  # else perhaps while it is still loading
-                while process.is_alive() and (not metrics.exists() or metrics.stat().st_ino == before):
-                    time.sleep(0.005)
+                wait(process, metrics, before)
             process.join(rng.random() * seconds / kills)
             if process.is_alive():
                 done += 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hump
 import pytest
+import study as studies
 
 from nanoT5 import UserError
 
@@ -27,7 +28,7 @@ def leave(run, loss: float) -> None:
 def made(study: Path, cell, loss_of_rate) -> list[float]:
     """The rates that the plan asks for until it is satisfied, each run done as soon as it is asked for."""
     rates = []
-    while waiting := [run for run in hump.needed(study, cell) if not run.summary]:
+    while waiting := [run for run in studies.needed(study, cell) if not run.summary]:
         rates.append(waiting[0].rate)
         leave(waiting[0], loss_of_rate(waiting[0].rate))
     return rates
@@ -48,7 +49,7 @@ def distance(best: float):
 def test_rates_are_added_until_the_best_has_a_worse_one_on_either_side(tmp_path, best, rates):
     """Then two more seeds at the best."""
     assert made(tmp_path, CELL, distance(best)) == rates
-    assert [run.seed for run in hump.needed(tmp_path, CELL) if run.rate == best] == [0, 1, 2]
+    assert [run.seed for run in studies.needed(tmp_path, CELL) if run.rate == best] == [0, 1, 2]
 
 
 def test_a_rate_that_diverges_is_the_worst(tmp_path):
@@ -58,17 +59,17 @@ def test_a_rate_that_diverges_is_the_worst(tmp_path):
 
 def test_the_blind_reference_waits_for_its_rate(tmp_path):
     sighted, blind = hump.Cell("adamw", True, "hf"), hump.Cell("adamw", True, "hf", blind=True)
-    assert hump.needed(tmp_path, blind) == []
+    assert studies.needed(tmp_path, blind) == []
     made(tmp_path, sighted, distance(3e-2))
-    (run,) = hump.needed(tmp_path, blind)
+    (run,) = studies.needed(tmp_path, blind)
     assert (run.rate, run.seed) == (3e-2, 0) and "model.blind_encoder=true" in run.overrides
 
 
 def test_the_grid():
     assert len(set(hump.GRID)) == len(hump.GRID) == 4 + 1 + 8 + 2
     for cell in hump.GRID:
-        rates = hump.FIRST_RATES[cell.optimizer, cell.scaled]
-        places = [hump.RATES.index(rate) for rate in rates]
+        rates = cell.first_rates
+        places = [studies.RATES.index(rate) for rate in rates]
         assert len(rates) == 4 and places == list(range(places[0], places[0] + 4))
 
 
@@ -148,7 +149,7 @@ def test_where_a_curve_passes_the_decoder_alone():
 
 def test_a_run_that_fails_ends_the_study_and_one_that_ended_with_it_is_kept(quick, monkeypatch, tmp_path):
     monkeypatch.setattr(hump, "HEADLINE", hump.HEADLINE[:2])
-    start, poll = hump.start, subprocess.Popen.poll
+    start, poll = studies.start, subprocess.Popen.poll
 
     def broken_first(run, overrides, gpu):
         return start(run, [*overrides, *(["data.path=/nowhere"] if run.cell == hump.HEADLINE[0] else [])], gpu)
@@ -157,7 +158,7 @@ def test_a_run_that_fails_ends_the_study_and_one_that_ended_with_it_is_kept(quic
         process.wait()
         return poll(process)
 
-    monkeypatch.setattr(hump, "start", broken_first)
+    monkeypatch.setattr(studies, "start", broken_first)
     monkeypatch.setattr(subprocess.Popen, "poll", poll_late)
     with pytest.raises(UserError, match="output.txt"):
         quick()
@@ -168,7 +169,7 @@ def test_a_run_that_fails_ends_the_study_and_one_that_ended_with_it_is_kept(quic
 
 def test_a_run_that_diverges_does_not(quick, monkeypatch, capsys):
     monkeypatch.setattr(hump, "HEADLINE", hump.HEADLINE[:1])
-    monkeypatch.setattr(hump, "needed_at_chosen_rate", lambda study, cell: [hump.Run(study, cell, 3e38, 0)])
+    monkeypatch.setattr(hump, "at_chosen_rate", lambda study, cell: [studies.Run(study, cell, 3e38, 0)])
     quick("optim.warmup_steps=0", "optim.grad_clip=0", "optim.total_steps=50", "logging.every_steps=50")
     assert "seed 0: diverged" in capsys.readouterr().out
 

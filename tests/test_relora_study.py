@@ -1,0 +1,49 @@
+"""What the study of ReLoRA measures of a run."""
+
+import csv
+import functools
+import importlib
+
+import pytest
+import study as studies
+
+from nanoT5 import main
+
+script = importlib.import_module("relora")  # scripts/relora.py
+LOW = ("relora.rank=4", "relora.every=1000")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """A study of two cells, with one run each."""
+    folder = tmp_path_factory.mktemp("study")
+    for cell in (script.Cell("full"), script.Cell("lora", LOW)):
+        run = studies.Run(folder, cell, 3e-2, 0)
+        options = ["optim.total_steps=20", "logging.every_steps=5", f"hydra.run.dir={run.folder}"]
+        main.run([*tiny, *run.overrides, *options])
+    return folder
+
+
+def test_the_rank_of_the_change_is_that_of_the_adapters(folder):
+    full, low = (script.change(folder / name / "lr0.03-seed0") for name in ("full", "lora"))
+    assert full["rank_of_change"] > 0.8
+    assert 1 / 32 <= low["rank_of_change"] <= 4 / 32  # of matrices of rank 32
+    assert low["optimizer_bytes"] < full["optimizer_bytes"]
+
+
+def test_the_report(folder):
+    cells = [script.Cell("full"), script.Cell("lora", LOW)]
+    for cell in cells:
+        run = studies.Run(folder, cell, 3e-2, 0)
+        summary = run.summary | script.change(run.folder)
+        (run.folder / "summary.json").write_text(studies.json.dumps(summary))
+    script.report(folder, cells, functools.partial(studies.needed, folder))
+    rows = list(csv.DictReader((folder / "table.csv").open()))
+    assert [row["cell"] for row in rows] == ["full", "lora"] and [row["runs to go"] for row in rows] == ["3", "3"]
+    assert all(row["rates tried"].startswith("0.03: ") for row in rows)
+    assert (folder / "relora.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cells():
+    assert len({cell.name for cell in script.CELLS}) == len(script.CELLS) == 7
+    assert all(len(cell.first_rates) == 4 for cell in script.CELLS)
