@@ -1,8 +1,8 @@
 """What the study of ReLoRA measures of a run."""
 
 import csv
-import functools
 import importlib
+import sys
 
 import pytest
 import study as studies
@@ -31,17 +31,20 @@ def test_the_rank_of_the_change_is_that_of_the_adapters(folder):
     assert low["optimizer_bytes"] < full["optimizer_bytes"]
 
 
-def test_the_report(folder):
-    cells = [script.Cell("full"), script.Cell("lora", LOW)]
-    for cell in cells:
-        run = studies.Run(folder, cell, 3e-2, 0)
-        summary = run.summary | script.change(run.folder)
-        (run.folder / "summary.json").write_text(studies.json.dumps(summary))
-    script.report(folder, cells, functools.partial(studies.needed, folder))
-    rows = list(csv.DictReader((folder / "table.csv").open()))
-    assert [row["cell"] for row in rows] == ["full", "lora"] and [row["runs to go"] for row in rows] == ["3", "3"]
-    assert all(row["rates tried"].startswith("0.03: ") for row in rows)
-    assert (folder / "relora.png").read_bytes().startswith(b"\x89PNG")
+def test_a_study(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "CELLS", [script.Cell("lora", LOW)])
+    monkeypatch.setattr(script.Cell, "first_rates", (3e-2,))
+    monkeypatch.setattr(studies, "RATES", [3e-2])  # so that there are none to try beyond it
+    monkeypatch.setattr(sys, "argv", ["relora.py", f"--folder={tmp_path}", "--jobs=1", *tiny])
+    script.command_line()
+    (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    assert row["cell"] == "lora" and row["runs to go"] == "0" and row["rates tried"].startswith("0.03: ")
+    trained, parameters = (int(number.replace(",", "")) for number in row["trained"].split(" of "))
+    assert trained < parameters and row["rank of the change"].endswith("%")
+    assert (tmp_path / "relora.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "lora/lr0.03-seed0").iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "summary.json")
+    }
 
 
 def test_the_cells():
