@@ -143,10 +143,18 @@ def test_any_number_of_processes_goes_on_from_a_checkpoint(folder, tiny, tmp_pat
         )
 
 
-def test_adapters_are_cut_up_and_frozen_weights_cost_no_gradients(tiny):
-    script = ROOT / "tests" / "sharded_adapters.py"
+@pytest.mark.parametrize(
+    "script, more",
+    [
+        ("sharded_adapters.py", ["parallel=fsdp2", "relora.rank=2"]),
+        ("synchronisation.py", ["parallel=ddp"]),
+        ("synchronisation.py", ["parallel=fsdp2"]),
+    ],
+    ids=["adapters are cut up and frozen weights cost nothing", "DDP sends gradients once", "FSDP2 sends them once"],
+)
+def test_what_a_process_holds_and_sends(tiny, script, more):
     done = subprocess.run(
-        [*TORCHRUN, script, *tiny, "parallel=fsdp2", "relora.rank=2"],
+        [*TORCHRUN, ROOT / "tests" / script, *tiny, *more],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
