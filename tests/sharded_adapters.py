@@ -11,7 +11,8 @@ from nanoT5.step import Step
 
 cfg, _ = config.load(sys.argv[1:])
 accelerator = main.set_up(cfg)
-text = data.build(cfg)
+with accelerator.local_main_process_first():
+    text = data.build(cfg)
 shape = main.model_shape(cfg, text.tokenizer)
 t5, trained, optimizer = main.assemble(cfg, shape, accelerator, 0, None, None)
 step = Step(trained, optimizer, accelerator, "fp32", cfg.optim, cfg.seed)
@@ -37,3 +38,5 @@ for module in relora.adapted(t5):
     both = [torch.empty_like(rows) for _ in range(2)]
     dist.all_gather(both, rows)
     assert torch.equal(*both) and len(rows.unique()) == rows.numel()
+accelerator.wait_for_everyone()
+accelerator.end_training()  # else one may find the other gone while it ends itself

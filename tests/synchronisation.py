@@ -10,7 +10,8 @@ from nanoT5.step import Step
 
 cfg, _ = config.load(sys.argv[1:])
 accelerator = main.set_up(cfg)
-text = data.build(cfg)
+with accelerator.local_main_process_first():
+    text = data.build(cfg)
 t5, trained, optimizer = main.assemble(cfg, main.model_shape(cfg, text.tokenizer), accelerator, 0, None, None)
 batch, *_ = next(text.batches(None, accelerator.process_index, accelerator.num_processes))
 
@@ -31,3 +32,5 @@ torch.set_num_threads(1)
 once = collectives(1)
 assert once > 0, "none seen"
 assert collectives(4) == once
+accelerator.wait_for_everyone()
+accelerator.end_training()  # else one may find the other gone while it ends itself
