@@ -56,6 +56,7 @@ RULES: dict[str, Rule] = {
     "model.random_init": SWITCH,
     "model.checkpoint_path": or_null(TEXT),
     "model.compile": choice("auto", True, False),
+    "model.activation_checkpointing": SWITCH,
     "model.init": choice(*model.INITIALIZATIONS),
     "model.init_distribution": choice("normal", "uniform"),
     "model.blind_encoder": SWITCH,
@@ -132,7 +133,8 @@ def flat(cfg: DictConfig) -> dict[str, object]:
 # Keys in which a checkpoint and the run that goes on from it may differ; of the others, those that decide what is
 # trained, and on what, may not
 FREE = ("device", "parallel", "tag", "eval.", "checkpoint.", "logging.", "optim.total_steps", "optim.max_bad_steps")
-FREE += ("data.num_workers", "data.cache", "model.compile", "model.checkpoint_path", "model.random_init")
+FREE += ("data.num_workers", "data.cache", "model.compile", "model.activation_checkpointing")
+FREE += ("model.checkpoint_path", "model.random_init")
 DECIDING = ("seed", "model.", "data.", "optim.name", "optim.rms_scale", "relora.")
 
 

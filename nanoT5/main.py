@@ -9,11 +9,14 @@ The one file to read first. train() is the whole job: set up, build, loop over s
   curve.png, summary.json
 """
 
+import ctypes
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import platform
+import shutil
 import signal
 import sys
 import threading
@@ -25,6 +28,7 @@ from typing import TextIO
 
 import hydra
 import torch
+import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -180,7 +184,20 @@ def set_up(cfg: DictConfig) -> Accelerator:
     torch.set_flush_denormal(True)
     # cuDNN's attention kernel, preferred on Hopper, gives no gradient to a bias
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     return accelerator
+
+
+def keep_freed_memory() -> None:
+    """Where glibc manages memory, let it keep that of freed tensors for the next ones.
+
+    It would give large ones back to the system, which hands them out again page by page: an eighth of nano's step.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4  # numbers of mallopt's parameters in malloc.h
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_max, 0)
 
 
 def enter(cfg: DictConfig, folder: Path) -> tuple[TextIO, Path | None]:
@@ -270,11 +287,20 @@ def build_model(
         relora.wrap(t5, cfg.relora, cfg.seed)
     if m.blind_encoder:
         model.blind(t5)
-    # Compiling took 80 s for nano on two CPU cores and won nothing there; on a GPU a long run repays it
-    pays = accelerator.device.type == "cuda" and cfg.optim.total_steps >= 1000
-    if pays if m.compile == "auto" else m.compile:
-        t5.compile()
+    compiled = compiling_pays(cfg, accelerator.device) if m.compile == "auto" else m.compile
+    for block in [*t5.encoder.block, *t5.decoder.block]:
+        if m.activation_checkpointing:
+            block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+        if compiled:
+            block.compile()  # not the whole model: the blocks of a stack share their code, however many they are
     return t5.to(accelerator.device)
+
+
+def compiling_pays(cfg: DictConfig, device: torch.device) -> bool:
+    """Whether the run is long enough: compiling takes about a minute at first and, on a CPU, a compiler."""
+    if device.type == "cuda":
+        return cfg.optim.total_steps >= 1000
+    return cfg.optim.total_steps >= 5000 and shutil.which("c++") is not None
 
 
 def distributed(cfg: DictConfig, t5: nn.Module, accelerator: Accelerator) -> nn.Module:

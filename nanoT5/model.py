@@ -20,7 +20,7 @@ IGNORED = -100  # a label at which there is no loss: padding
 
 class Output(NamedTuple):
     loss: Tensor  # mean cross-entropy in nats over the labels that are not IGNORED, float32 scalar
-    logits: Tensor  # (B, T, V)
+    logits: Tensor | None  # (B, T, V); None in training, which does not need them
 
 
 class RMSNorm(nn.Module):
@@ -189,32 +189,107 @@ class T5(nn.Module):
         self.decoder = Stack(config, self.shared, decoder=True)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Output:
-        """Loss and logits of one batch.
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, draws: Tensor | None = None
+    ) -> Output:
+        """Loss of one batch, and in evaluation its logits.
 
         input_ids: int64 (B, S). labels: int64 (B, T), IGNORED at padding; shifted right, they are the decoder's inputs.
         attention_mask: (B, S), nonzero at tokens and 0 at padding; None where nothing is padded, which is faster.
+        draws: (B, T), in training: the loss is against drawn_labels() and not against labels.
         """
         padding_bias = None
         if attention_mask is not None:
             hidden = (attention_mask == 0)[:, None, None, :]
             padding_bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -1e9)
         memory = self.encoder(input_ids, padding_bias)
-        logits = self.lm_head(self.decoder(self.shift_right(labels), padding_bias, memory))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        return Output(loss, logits)
+        hidden = self.decoder(self.shift_right(labels), padding_bias, memory)
+        if self.training:
+            return Output(HeadLoss.apply(hidden, self.lm_head.weight, labels, draws), None)
+        logits = self.lm_head(hidden)
+        return Output(cross_entropy(logits, labels), logits)
 
     def shift_right(self, labels: Tensor) -> Tensor:
         shifted = F.pad(labels[:, :-1], (1, 0), value=self.config.decoder_start_token_id)
         return shifted.masked_fill(shifted == IGNORED, self.config.pad_token_id)
 
 
-def hf_t5(config: T5Config) -> nn.Module:
-    """Transformers' T5 with a head of its own, which Transformers 5 ties to the embedding whatever the config says."""
-    from transformers import T5ForConditionalGeneration
+class HeadLoss(torch.autograd.Function):
+    """cross_entropy(hidden @ head.T, labels), of whose logits only some rows at a time are in memory.
 
-    model = T5ForConditionalGeneration(config)
+    Their gradient, softmax minus one-hot, is made in the forward pass out of the logits themselves, where they lie. On
+    two CPU cores that took a fifth off nano's step, in which the rest of a whole (B T, V) softmax and its gradient
+    waited for memory; T5-base's logits would take 1.9 GB, three times over, at a batch of 128 sequences.
+    """
+
+    ROWS = 1024  # at a time: enough for a matrix product to be fast, 132 MB of float32 at T5's vocabulary
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Tensor, labels: Tensor, draws: Tensor | None) -> Tensor:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        narrow_hidden, narrow_head = hidden.flatten(0, 1).to(dtype), head.to(dtype)
+        hidden_grad, head_grad = torch.empty_like(narrow_hidden), torch.zeros_like(head)
+        targets = (labels != IGNORED).sum()
+        loss = 0.0
+        for first in range(0, len(narrow_hidden), HeadLoss.ROWS):
+            rows = slice(first, first + HeadLoss.ROWS)
+            logits = wide(narrow_hidden[rows] @ narrow_head.T)
+            chosen = labels.flatten()[rows]
+            if draws is not None:
+                chosen = drawn_labels(logits, chosen, draws.flatten()[rows])
+            share, chosen = (chosen != IGNORED).to(logits.dtype)[:, None] / targets, chosen.clamp_min(0)[:, None]
+            logits -= logits.amax(-1, keepdim=True)
+            likelihood = logits.gather(-1, chosen)
+            total = logits.exp_().sum(-1, keepdim=True)
+            loss = loss + ((total.log() - likelihood) * share).sum()
+            logits *= share / total
+            logits.scatter_add_(-1, chosen, -share)
+            logits_grad = logits.to(dtype)
+            hidden_grad[rows] = logits_grad @ narrow_head
+            head_grad += logits_grad.T @ narrow_hidden[rows]
+        ctx.save_for_backward(hidden_grad.view_as(hidden).to(hidden.dtype), head_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden_grad, head_grad = ctx.saved_tensors
+        return hidden_grad * grad, head_grad * grad, None, None
+
+
+def wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean in nats over the labels that are not IGNORED, at least float32. logits: (B, T, V), labels: (B, T)."""
+    return F.cross_entropy(wide(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def drawn_labels(logits: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
+    """Labels drawn from what the logits predict, IGNORED where labels are.
+
+    The gradient of the loss against them, squared, is Sophia's Gauss-Newton-Bartlett estimate: Liu et al. 2023,
+    arXiv:2305.14342, algorithm 2. draws: as labels, in [0, 1), the place in each distribution's cumulative sum.
+    """
+    cumulative = wide(logits.detach()).softmax(-1).cumsum(-1)
+    drawn = torch.searchsorted(cumulative, draws[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
+    return drawn.clamp(max=logits.shape[-1] - 1).masked_fill(labels == IGNORED, IGNORED)
+
+
+def hf_t5(config: T5Config) -> nn.Module:
+    """Transformers' T5, called as ours is, with a head of its own: Transformers 5 ties it whatever the config says."""
+    from transformers import T5ForConditionalGeneration  # takes seconds
+
+    class TransformersT5(T5ForConditionalGeneration):
+        def forward(self, input_ids, labels, attention_mask=None, draws=None) -> Output:
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+            logits = super().forward(labels=labels, **inputs).logits
+            return Output(
+                cross_entropy(logits, labels if draws is None else drawn_labels(logits, labels, draws)), logits
+            )
+
+    model = TransformersT5(config)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return model
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -38,17 +37,17 @@ class Step:
     def __call__(self, batch: Batch, lr: float, number: int) -> tuple[float, float]:
         """(mean loss per target token over all processes, L2 norm of the gradient before clipping).
 
-        Where either is not finite nothing is updated, which takes a look at them in every step.
+        Where either is not finite nothing is updated.
         """
         rank = self.accelerator.process_index
         torch.manual_seed((self.seed << 32) + (rank << 24) + number)  # of dropout: the same in a run that was resumed
         if self.optimizer.curvature_is_due():
             self.gradients(batch | {"draws": self.draws(batch["labels"], number)})
-            if math.isfinite(self.clip(math.inf)):
+            if math.isfinite(self.clip(math.inf).item()):
                 self.optimizer.update_curvature(self.targets(batch["labels"]).item())
             self.optimizer.zero_grad()
-        loss = self.accelerator.reduce(self.gradients(batch)).item()
-        grad_l2 = self.clip(self.cfg.grad_clip or math.inf)
+        loss, grad_l2 = self.accelerator.reduce(self.gradients(batch)), self.clip(self.cfg.grad_clip or math.inf)
+        loss, grad_l2 = torch.stack([loss, grad_l2]).tolist()  # the step's one wait for a GPU
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if math.isfinite(loss + grad_l2):
@@ -56,14 +55,14 @@ class Step:
         self.optimizer.zero_grad()
         return loss, grad_l2
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Scale the gradient down to this L2 norm if it is longer; returns the norm before."""
-        return whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit)).item()
+        return whole(nn.utils.clip_grad_norm_(self.trained.parameters(), limit))
 
     def gradients(self, batch: Batch) -> Tensor:
         """Accumulate the gradient of the batch's mean loss per target token; returns this process's part of that loss.
 
-        With draws (B, T) in the batch, the loss is against labels drawn with them from the model's own predictions.
+        With draws (B, T) in the batch, the loss is against labels drawn from the model's own predictions.
         """
         self.trained.train()
         targets = self.targets(batch["labels"])
@@ -71,15 +70,12 @@ class Step:
         micros = range(self.cfg.grad_acc)
         for i, *columns in zip(micros, *(column.chunk(self.cfg.grad_acc) for column in batch.values())):
             micro = {n: column.to(self.accelerator.device, non_blocking=True) for n, column in zip(batch, columns)}
-            draws = micro.pop("draws", None)
             share = (micro["labels"] != model.IGNORED).sum() / targets
             if isinstance(self.trained, FSDPModule):
                 self.trained.set_requires_gradient_sync(i == micros[-1])
             with self.accelerator.no_sync(self.trained) if i < micros[-1] else nullcontext():
                 with autocast(self.precision, self.accelerator.device):
-                    output = self.trained(**micro)
-                    loss = output.loss if draws is None else sampled_loss(output.logits, micro["labels"], draws)
-                    loss = loss * share
+                    loss = self.trained(**micro).loss * share
                 # times the number of processes, over which gradients are averaged and not summed
                 (loss * self.accelerator.num_processes).backward()
             total += loss.detach()
@@ -103,19 +99,6 @@ class Step:
             self.gradients(batch).item()
             self.optimizer.zero_grad()
         return time.perf_counter() - started
-
-
-def sampled_loss(logits: Tensor, labels: Tensor, draws: Tensor) -> Tensor:
-    """Mean cross-entropy against labels drawn from the logits, over the places where labels are not IGNORED.
-
-    Its gradient, squared, is Sophia's Gauss-Newton-Bartlett estimate: Liu et al. 2023, arXiv:2305.14342, algorithm 2.
-    draws: uniform in [0, 1), the place in each distribution's cumulative sum.
-    """
-    logits = logits.float()
-    cumulative = logits.detach().softmax(-1).cumsum(-1)
-    drawn = torch.searchsorted(cumulative, draws[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
-    drawn = drawn.clamp(max=logits.shape[-1] - 1).masked_fill(labels == model.IGNORED, model.IGNORED)
-    return F.cross_entropy(logits.flatten(0, 1), drawn.flatten(), ignore_index=model.IGNORED)
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from nanoT5 import UserError, config, curve, data, log, main, optim
+from nanoT5 import UserError, config, curve, data, log, main, model, optim
 
 ROOT = Path(main.__file__).parent.parent
 
@@ -195,29 +195,73 @@ def test_every_optimizer_trains_and_resumes_to_the_bit(tiny, tmp_path, name):
     assert not equal(saved(tmp_path / "whole", 12), saved(tmp_path / "whole", 24))
 
 
-def test_transformers_model_trains_alike(finished, tiny, tmp_path):
-    options = ["model.klass=hf_t5", "optim.total_steps=40", "eval.every_steps=15", f"hydra.run.dir={tmp_path}"]
-    main.run([*tiny, *options])
-    assert events(tmp_path)[-1]["eval/loss"] == pytest.approx(events(finished)[-1]["eval/loss"], rel=1e-3)
+@pytest.fixture(scope="module")
+def long_enough(tiny) -> list[str]:
+    shape = ["model.num_layers=1", "model.num_decoder_layers=1"]
+    return [*tiny, *shape, "optim.total_steps=200", "eval.every_steps=200"]
+
+
+@pytest.fixture(scope="module")
+def reference(long_enough, tmp_path_factory) -> Path:
+    """Transformers' own code, trained for 200 steps."""
+    folder = tmp_path_factory.mktemp("run") / "reference"
+    main.run([*long_enough, "model.klass=hf_t5", f"hydra.run.dir={folder}"])
+    return folder
+
+
+WAYS = {"plain": [], "compiled": ["model.compile=true"], "checkpointed": ["model.activation_checkpointing=true"]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_ends_where_transformers_ends(reference, long_enough, tmp_path, way):
+    """After 200 steps, whatever makes ours faster or smaller."""
+    main.run([*long_enough, *WAYS[way], f"hydra.run.dir={tmp_path}"])
+    ours, theirs = events(tmp_path)[-1], events(reference)[-1]
+    assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], rel=2e-3)
+    assert ours["eval/alignment"] == [[pytest.approx(share, abs=0.01) for share in theirs["eval/alignment"][0]]]
     exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
-    assert torch.equal(exported.lm_head.weight, saved(tmp_path, 40)["lm_head.weight"])
-
-
-def test_compiling_changes_no_result(tiny, tmp_path):
-    for name in ("true", "false"):
-        options = ["model.num_layers=1", "model.num_decoder_layers=1", f"model.compile={name}"]
-        main.run([*tiny, *options, f"hydra.run.dir={tmp_path / name}"])
-    compiled, plain = (events(tmp_path / name)[-1] for name in ("true", "false"))
-    assert compiled["eval/loss"] == pytest.approx(plain["eval/loss"], rel=1e-4)
-    assert compiled["eval/alignment"] == [[pytest.approx(share, rel=1e-3) for share in plain["eval/alignment"][0]]]
+    assert torch.equal(exported.lm_head.weight, saved(tmp_path, 200)["lm_head.weight"])
 
 
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="this processor has no bf16")
-def test_bf16_ends_within_its_rounding(finished, tiny, tmp_path):
-    options = ["precision=bf16", "optim.total_steps=40", f"hydra.run.dir={tmp_path}"]
-    main.run([*tiny, *options])
-    exact, rounded = (events(folder)[-1]["eval/loss"] for folder in (finished, tmp_path))
+def test_bf16_ends_within_its_rounding(reference, long_enough, tmp_path):
+    main.run([*long_enough, "precision=bf16", f"hydra.run.dir={tmp_path}"])
+    exact, rounded = (events(folder)[-1]["eval/loss"] for folder in (reference, tmp_path))
     assert rounded == pytest.approx(exact, rel=0.01) and rounded != exact
+
+
+@pytest.mark.parametrize("klass", ["local_t5", "hf_t5"])
+def test_activation_checkpointing_keeps_less_and_changes_nothing(long_enough, tmp_path, klass):
+    kept, gradients = {}, {}
+    for checkpointing in (True, False):
+        cfg, _ = config.load([*long_enough, f"model.klass={klass}", "model.dropout_rate=0.1"])
+        cfg.model.activation_checkpointing = checkpointing
+        accelerator = main.set_up(cfg)
+        t5 = main.build_model(cfg, model.t5_config(300, 0, 1, **{k: cfg.model[k] for k in main.SHAPE}), accelerator)
+        ids = torch.arange(160).reshape(4, 40) + 2
+        torch.manual_seed(0)  # of dropout, which has to be the same when activations are computed again
+        kept[checkpointing] = 0
+
+        def keep(tensor, checkpointing=checkpointing):
+            kept[checkpointing] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = t5.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients[checkpointing] = {name: p.grad for name, p in t5.named_parameters()}
+    assert kept[True] < kept[False] / 2 and equal(gradients[True], gradients[False])
+
+
+@pytest.mark.parametrize(
+    "device, steps, pays", [("cuda", 999, False), ("cuda", 1000, True), ("cpu", 4999, False), ("cpu", 5000, True)]
+)
+def test_only_long_runs_are_compiled(tiny, monkeypatch, device, steps, pays):
+    cfg, _ = config.load([*tiny, f"optim.total_steps={steps}"])
+    monkeypatch.setattr(main.shutil, "which", lambda name: "/usr/bin/c++")
+    assert main.compiling_pays(cfg, torch.device(device)) is pays
+    monkeypatch.setattr(main.shutil, "which", lambda name: None)
+    assert main.compiling_pays(cfg, torch.device(device)) is (pays and device == "cuda")
 
 
 def test_weights_to_start_from(finished, tiny, tmp_path):

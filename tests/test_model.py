@@ -1,5 +1,7 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import T5ForConditionalGeneration
 
 from nanoT5 import model
@@ -36,19 +38,70 @@ def batch(request):
     return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
 
 
-def test_logits_loss_and_gradients_are_those_of_transformers(batch):
+@pytest.mark.parametrize("rows", [1024, 16])
+def test_logits_loss_and_gradients_are_those_of_transformers(batch, rows, monkeypatch):
+    monkeypatch.setattr(model.HeadLoss, "ROWS", rows)  # of logits at a time: all, or some
     ours, theirs = pair()
-    results = [m(**batch) for m in (ours, theirs)]
+    results = [m.eval()(**batch) for m in (ours, theirs)]
     valid = batch["labels"] != model.IGNORED
     assert torch.allclose(results[0].logits[valid], results[1].logits[valid], atol=1e-4)
     assert torch.allclose(results[0].loss, results[1].loss, atol=1e-4)
-    for result in results:
-        result.loss.backward()
+    losses = [m.train()(**batch).loss for m in (ours, theirs)]
+    assert torch.allclose(*losses, atol=1e-4)
+    for loss in losses:
+        loss.backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
         assert torch.allclose(p.grad, gradients.pop(name), atol=1e-4, rtol=1e-4), name
     assert not gradients
     assert ours.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 0
+
+
+HEAD = {"fp64": (torch.float64, 1e-12), "fp32": (torch.float32, 1e-5), "bf16": (torch.float32, 2e-2)}
+
+
+@pytest.mark.parametrize("draws", [None, "draws"])
+@pytest.mark.parametrize("precision", HEAD)
+def test_the_loss_by_rows_is_cross_entropy(precision, draws, monkeypatch):
+    monkeypatch.setattr(model.HeadLoss, "ROWS", 16)
+    dtype, tolerance = HEAD[precision]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 25, 32, generator=generator, dtype=dtype)
+    head = torch.randn(500, 32, generator=generator, dtype=dtype)  # as large as Transformers draws it
+    labels = torch.randint(500, (4, 25), generator=generator)
+    labels[0, 20:] = model.IGNORED
+    draws = draws and torch.rand(4, 25, generator=generator)
+
+    def plain(hidden, head, labels, draws):
+        logits = hidden @ head.T
+        return model.cross_entropy(logits, labels if draws is None else model.drawn_labels(logits, labels, draws))
+
+    results = []
+    for function in (model.HeadLoss.apply, plain):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, head)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = function(*leaves, labels, draws)
+        (3 * loss).backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results):
+        assert ours.dtype == theirs.dtype and (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_training_never_holds_all_logits(monkeypatch):
+    monkeypatch.setattr(model.HeadLoss, "ROWS", 16)
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            largest.append(max((t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)), default=0))
+            return result
+
+    ours, _ = pair()
+    labels = torch.randint(2, 300, (8, 40))
+    with Watch():
+        ours.train()(torch.randint(2, 300, (8, 10)), labels).loss.backward()
+    assert max(largest) < labels.numel() * ours.lm_head.out_features
 
 
 def test_names_are_those_of_transformers():
@@ -162,7 +215,7 @@ def test_a_blind_encoder_stays_cut_off(klass):
         built(input_ids=labels + shift, labels=labels).loss.backward()
         optimizer.step()
     assert built.lm_head.weight.grad.abs().max() > 0
-    seen = [built(input_ids=labels + shift, labels=labels).logits for shift in (0, 100)]
+    seen = [built.eval()(input_ids=labels + shift, labels=labels).logits for shift in (0, 100)]
     assert torch.equal(*seen)
 
 
