@@ -50,6 +50,8 @@ RULES: dict[str, Rule] = {
     "precision": choice("auto", "bf16", "fp32"),
     "parallel": choice("auto", "ddp", "fsdp2"),
     "eval_only": SWITCH,
+    "dryrun": SWITCH,
+    "max_hours": or_null(POSITIVE),
     "tag": TEXT,
     "model.klass": choice(*model.CLASSES),
     "model.dropout_rate": number("a number from 0 to below 1", lambda v: 0 <= v < 1),
@@ -132,8 +134,8 @@ def flat(cfg: DictConfig) -> dict[str, object]:
 
 # Keys in which a checkpoint and the run that goes on from it may differ; of the others, those that decide what is
 # trained, and on what, may not
-FREE = ("device", "parallel", "tag", "eval.", "checkpoint.", "logging.", "optim.total_steps", "optim.max_bad_steps")
-FREE += ("data.num_workers", "data.cache", "model.compile", "model.activation_checkpointing")
+FREE = ("device", "parallel", "tag", "dryrun", "max_hours", "eval.", "checkpoint.", "logging.", "optim.total_steps")
+FREE += ("optim.max_bad_steps", "data.num_workers", "data.cache", "model.compile", "model.activation_checkpointing")
 FREE += ("model.checkpoint_path", "model.random_init")
 DECIDING = ("seed", "model.", "data.", "optim.name", "optim.rms_scale", "relora.")
 

@@ -264,6 +264,23 @@ def test_only_long_runs_are_compiled(tiny, monkeypatch, device, steps, pays):
     assert main.compiling_pays(cfg, torch.device(device)) is (pays and device == "cuda")
 
 
+def test_a_dry_run_says_what_the_run_takes(tiny, tmp_path, capsys):
+    answer = main.run([*tiny, "dryrun=true", "optim.total_steps=4000", f"hydra.run.dir={tmp_path / 'run'}"])
+    said = capsys.readouterr().out
+    assert 1 < answer["seconds"] < 4000 and 2**26 < answer["memory_bytes"] < 2**36 and not answer["interrupted"]
+    assert "4,000 of them" in said and f"about {log.duration(answer['seconds'])}" in said
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml"}
+    main.run([*tiny, f"hydra.run.dir={tmp_path / 'run'}"])
+
+
+def test_a_run_stops_after_max_hours_and_goes_on(tiny, finished, tmp_path):
+    options = ["optim.total_steps=40", "eval.every_steps=15", "checkpoint.every_steps=20", "logging.every_steps=10"]
+    stopped = main.run([*tiny, *options, "max_hours=1e-9", f"hydra.run.dir={tmp_path}"])
+    assert stopped["interrupted"] and stopped["step"] == 1
+    main.run([*tiny, *options, f"hydra.run.dir={tmp_path}"])
+    assert equal(saved(tmp_path, 40), saved(finished, 40))
+
+
 def test_weights_to_start_from(finished, tiny, tmp_path):
     options = [
         "model.random_init=false",
@@ -277,6 +294,18 @@ def test_weights_to_start_from(finished, tiny, tmp_path):
 
 
 # ---- on the command line ----
+
+
+def test_help_tells_the_defaults_as_they_are():
+    with command("--help") as process:
+        said, _ = process.communicate()
+    cfg, _ = config.load([])
+    shown = dict(re.findall(r"^ +([a-z_.]+)=(\S+) ", said, re.MULTILINE))
+    assert len(shown) == 10 and shown.pop("hydra.run.dir") == f"logs/DATE/TIME-{cfg.tag}"
+    assert shown.pop("model") == "nano" and shown.pop("data") == cfg.data.source
+    for key, value in shown.items():
+        now = OmegaConf.select(cfg, key)
+        assert value == ("null" if now is None else str(now)), key
 
 
 def command(*overrides, **options):
