@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nanoT5 import UserError, corruption, data, model, optim, relora
+from nanoT5 import UserError, corruption, data, model, optim, relora, trackers
 
 FOLDER = Path(__file__).parent.parent / "configs"
 
@@ -118,6 +118,10 @@ RULES: dict[str, Rule] = {
     "checkpoint.resume": TEXT,
     "checkpoint.force": SWITCH,
     "logging.every_steps": whole(1),
+    "logging.trackers": (
+        f"a list of {', '.join(trackers.NAMES)}",
+        lambda v: isinstance(v, list) and all(name in trackers.NAMES for name in v),
+    ),
 }
 
 

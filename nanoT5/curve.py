@@ -106,51 +106,57 @@ def speeds(steps: list[int], losses: list[float]) -> tuple[np.ndarray, np.ndarra
 
 
 def draw(folders: list[Path], path: Path) -> None:
-    """Loss and cross-attention's alignment of runs, against steps and against tokens.
+    """Loss and cross-attention's alignment of runs, against steps, tokens and seconds; the path's ending says as what.
 
     Of the training loss the plateau's level is marked by a dotted line, the escape by a dashed one.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    axes = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=(3, 1))
-    for folder, label, color in zip(folders, differences(folders), itertools.cycle(COLORS)):
+    figure = Figure(figsize=(15, 6.5), layout="constrained")
+    axes = figure.subplots(2, 3, sharex="col", sharey="row", height_ratios=(3, 1))
+    styles = zip(itertools.cycle(COLORS), itertools.cycle("os^Dv"))
+    for folder, label, (color, marker) in zip(folders, differences(folders), styles):
         events = read(folder)
         shape = shapes(events)["training"]
         if shape["final"] is None:
             continue
-        tokens = {e["step"]: e["train/input_tokens"] + e["train/target_tokens"] for e in events if "train/loss" in e}
-        for (losses, alignments), scale in zip(axes.T, (list(tokens), list(tokens.values()))):
-            place = functools.partial(np.interp, xp=list(tokens), fp=scale)
-            for key, kind, style in (
-                ("train/loss", "training", {"alpha": 0.6}),
-                ("eval/loss", "held out", {"marker": "o", "markersize": 3}),
-            ):
-                steps, values = series(events, key)
-                losses.plot(place(steps), values, color=color, linewidth=1, label=f"{label}, {kind}", **style)
+        steps, scales = places(events)
+        for (losses, alignments), scale in zip(axes.T, scales):
+            place = functools.partial(np.interp, xp=steps, fp=scale)
+            held_out = {"marker": marker, "markersize": 3, "label": label}
+            for key, style in (("train/loss", {"alpha": 0.6}), ("eval/loss", held_out)):
+                at, values = series(events, key)
+                losses.plot(place(at), values, color=color, linewidth=1, **style)
             if shape["plateau"]:
-                end = shape["escape"] or max(tokens)
+                end = shape["escape"] or steps[-1]
                 losses.hlines(shape["plateau"], place(shape["plateau_start"]), place(end), color, "dotted")
             for axis in (losses, alignments) if shape["escape"] else ():
                 axis.axvline(place(shape["escape"]), color=color, linestyle="dashed", linewidth=1)
-            steps, heads = alignment(events)
-            alignments.plot(place(steps), heads, color=color, linewidth=1)
-    for axis, label in zip(axes[1], ("steps", "input and target tokens")):
+            at, heads = alignment(events)
+            alignments.plot(place(at), heads, color=color, linewidth=1)
+    for axis, label in zip(axes[1], ("steps", "input and target tokens", "seconds of training")):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     for axis in axes[0]:
         loss_axes(axis)
     axes[0, 0].set_ylabel("loss, nats per target token")
     axes[1, 0].set_ylabel("attention near own sentinel\nless chance, each head")
-    axes[0, 0].legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+    title = "with markers: held-out loss; without: training loss, means since the last log event"
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper left", fontsize="small", title=title)
+    figure.savefig(path)
+
+
+def places(events: list[dict]) -> tuple[list[int], tuple[list[float], ...]]:
+    """(steps of the training events; the steps, tokens and seconds of training until each of them)."""
+    steps, speeds = series(events, "train/tokens_per_second")
+    tokens = np.add(series(events, "train/input_tokens")[1], series(events, "train/target_tokens")[1])
+    return steps, (steps, tokens.tolist(), np.cumsum(np.diff(tokens, prepend=0) / speeds).tolist())
 
 
 def differences(folders: list[Path]) -> list[str]:
     """A label for each run: its folder's name, and what only some of the runs' configurations say."""
     texts = [
-        {f"{key}={value}" for key, value in config.flat(OmegaConf.load(folder / "config.yaml")).items()}
+        {f"{k}={v}" for k, v in config.flat(OmegaConf.load(folder / "config.yaml")).items() if v is not None}
         for folder in folders
     ]
     common = set.intersection(*texts)

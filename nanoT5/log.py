@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanoT5 import UserError, curve
+from nanoT5 import UserError, curve, trackers
 from nanoT5.optim import Optimizer, square_sums
 
 SHOWN_FAULTS = 20
@@ -68,6 +69,7 @@ class Log:
     progress: Progress
     checkpoint: Path | None  # that the run goes on from; later the last one saved
     is_main_process: bool = True
+    track: Callable[[dict, int], None] = lambda numbers, step: None  # tells the trackers
     history: bool = False  # whether there are events from before the checkpoint
     waited: float = 0.0  # seconds for data since the last event
     shown_faults: int = 0
@@ -171,6 +173,7 @@ class Log:
             return
         with (self.folder / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps({"step": self.progress.step} | event) + "\n")
+        self.track(trackers.numbers(event), self.progress.step)
 
     def say(self, text: str) -> None:
         if not self.is_main_process:

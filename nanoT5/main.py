@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import T5Config
 
-from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim, relora
+from nanoT5 import UserError, checkpoint, config, curve, data, log, model, optim, relora, trackers
 from nanoT5.step import Batch, Evaluator, Step
 
 SHAPE = ("d_model", "d_kv", "num_heads", "d_ff", "num_layers", "num_decoder_layers", "dropout_rate")  # as in T5Config
@@ -53,7 +53,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     started = time.perf_counter()
     deadline = started + (cfg.max_hours or math.inf) * 3600
     config.check(cfg)
-    accelerator = set_up(cfg)
+    accelerator = set_up(cfg, folder)
     lock, begin = enter(cfg, folder) if accelerator.is_main_process else (None, None)
     (begin,) = broadcast_object_list([begin])
     precision = choose_precision(cfg, accelerator.device)
@@ -95,7 +95,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         log.print_header(header(cfg, folder, begin, accelerator, precision, text, t5, progress, step_seconds))
     if cfg.dryrun:
         return dry_run(cfg, accelerator, step, evaluator, first[0])
-    events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process)
+    trackers.start(accelerator, config.flat(cfg), folder)
+    events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process, accelerator.log)
 
     def save() -> Path:
         of_all = {"data": data.merged(gather_object([progress.data])), "faults": gather_object(progress.faults)}
@@ -158,6 +159,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         curve.draw([folder], folder / "curve.png")
         summary |= {"curve": curve.shapes(curve.read(folder))}
         log.write_summary(folder, summary)
+        trackers.finish(accelerator, summary, progress.step, folder / "curve.png")
     accelerator.wait_for_everyone()  # a launcher ends all processes when the first one is gone
     return summary
 
@@ -191,14 +193,16 @@ def dry_run(cfg: DictConfig, accelerator: Accelerator, step: Step, evaluator: Ev
 # Setting up
 
 
-def set_up(cfg: DictConfig) -> Accelerator:
+def set_up(cfg: DictConfig, folder: Path | None = None) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # a notebook may run on another device than before
     gpu = torch.cuda.is_available()
     if cfg.device == "gpu" and not gpu:
         raise UserError(
             "device=gpu, but torch finds no CUDA GPU: say device=cpu, or install a torch build for your GPU"
         )
-    accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu)
+    trackers.check(cfg.logging.trackers)
+    tracking = {"log_with": list(cfg.logging.trackers), "project_dir": folder}
+    accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu, **tracking if folder else {})
     o, d, processes = cfg.optim, cfg.data, accelerator.num_processes
     if o.batch_size % (o.grad_acc * processes) or d.streams % processes or d.num_workers > d.streams // processes:
         raise UserError(

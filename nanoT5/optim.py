@@ -39,6 +39,10 @@ class Optimizer(torch.optim.Optimizer):
         """The directions of this step, as new tensors; updates the optimizer's state. All are float32 or wider."""
         raise NotImplementedError
 
+    def bias_correction(self, group: dict) -> float:
+        """A factor of all directions of this step, which as a number costs less than as a pass over them."""
+        return 1.0
+
     def curvature_is_due(self) -> bool:
         """Whether the training loop is to call update_curvature() before this step's true gradient: Sophia's need."""
         return False
@@ -77,11 +81,12 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             group["steps"] += 1
             scales = self.scales(group, params) if group["rms_scale"] else None
+            lr = group["lr"] * self.bias_correction(group)
             if params[0].is_cpu:  # which gains by having done with a tensor while it is in the cache
                 for p, scale in zip(params, itertools.repeat(1.0) if scales is None else scales.tolist()):
-                    self.update(group, [p], group["lr"] * scale)
+                    self.update(group, [p], lr * scale)
             else:  # a GPU gains by launching for all at once
-                self.update(group, params, group["lr"], scales)
+                self.update(group, params, lr, scales)
 
     def update(self, group: dict, params: list[Tensor], lr: float, scales: Tensor | None = None) -> None:
         step = self.direction(group, params, [p.grad.to(wide(p)) for p in params])
@@ -132,12 +137,13 @@ class AdamW(Optimizer):
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        step = torch._foreach_sqrt(squares)
-        torch._foreach_add_(step, group["eps"])
-        torch._foreach_reciprocal_(step)
-        torch._foreach_mul_(step, means)
-        torch._foreach_mul_(step, math.sqrt(1 - beta2 ** group["steps"]) / (1 - beta1 ** group["steps"]))
-        return step
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, group["eps"])
+        return torch._foreach_div(means, roots)
+
+    def bias_correction(self, group):
+        beta1, beta2 = group["betas"]
+        return math.sqrt(1 - beta2 ** group["steps"]) / (1 - beta1 ** group["steps"])
 
 
 class Lion(Optimizer):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import plot  # noqa: E402
 import study  # noqa: E402
 
 from nanoT5 import UserError, curve  # noqa: E402
@@ -179,10 +180,7 @@ def command_line() -> None:
     )
     arguments = parser.parse_intermixed_args()
     if arguments.plot:
-        folders = sorted(path.parent for folder in arguments.plot for path in folder.rglob("summary.json"))
-        if not folders:
-            raise UserError(f"--plot: no finished run below {', '.join(map(str, arguments.plot))}")
-        return curve.draw(folders, Path("plot.png"))
+        return curve.draw(plot.below(arguments.plot), Path("plot.png"))
     cells, plan = (HEADLINE, at_chosen_rate) if arguments.quick else (GRID, study.needed)
     study.run(arguments, cells, report, plan)
     print(f"see {arguments.folder / 'table.md'} and {arguments.folder / 'hump.png'}")

@@ -95,8 +95,8 @@ def test_runs_are_told_apart_by_the_keys_in_which_they_differ(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(text)
     assert curve.differences([tmp_path / "a", tmp_path / "b"]) == [
-        "a model.std.k=None model.std.q=1",
-        "b model.std.k=1 model.std.q=None",
+        "a model.std.q=1",
+        "b model.std.k=1",
     ]
 
 
