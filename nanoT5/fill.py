@@ -81,7 +81,7 @@ def command_line() -> None:
             text = text.replace(f"<extra_id_{k}>", f"[{span.text}]", 1)
         print(text)
         for k, span in enumerate(spans):
-            print(f"  <extra_id_{k}> {span.probability:.3f} {span.text}")
+            print(f"  <extra_id_{k}> {span.probability:.2g} {span.text}")
 
 
 if __name__ == "__main__":

@@ -201,8 +201,8 @@ def set_up(cfg: DictConfig, folder: Path | None = None) -> Accelerator:
             "device=gpu, but torch finds no CUDA GPU: say device=cpu, or install a torch build for your GPU"
         )
     trackers.check(cfg.logging.trackers)
-    tracking = {"log_with": list(cfg.logging.trackers), "project_dir": folder}
-    accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu, **tracking if folder else {})
+    tracking = list(cfg.logging.trackers) or None
+    accelerator = Accelerator(cpu=cfg.device == "cpu" or not gpu, log_with=tracking, project_dir=folder)
     o, d, processes = cfg.optim, cfg.data, accelerator.num_processes
     if o.batch_size % (o.grad_acc * processes) or d.streams % processes or d.num_workers > d.streams // processes:
         raise UserError(

@@ -80,46 +80,58 @@ def bench(name: str) -> dict:
     if precision == "fp32":
         variants["auto, but bf16"] = (ours, [functools.partial(ours.computing_in, "bf16")])
     print(f"\n{name}: {cfg.optim.batch_size} x ({cfg.data.input_length} + {text.target_length}), {ours.describe()}")
+    work = flops(shape, cfg.optim.batch_size, cfg.data.input_length, text.target_length)
+    tokens = cfg.optim.batch_size * (cfg.data.input_length + text.target_length)
+    figures, limits = measure(variants, work, tokens, rounds, device)
+    show(figures)
+    reached = ", ".join(f"{rate:.3g} a second in {precision}" for precision, rate in limits.items())
+    print(f"{work:.3g} floating-point operations a step; matrix products alone reach {reached}")
+    parts = {variant: parts_of(*variants[variant], device, rounds) for variant in (OLD, "plain", "auto")}
+    print(f"{'ms':33} " + " ".join(f"{part:>10}" for part in parts["auto"]))
+    for variant, took in parts.items():
+        print(f"{variant:33} " + " ".join(f"{value * 1e3:10.2f}" for value in took.values()))
+    return {"sequences": cfg.optim.batch_size, "flops": work, "matmul": limits, "variants": figures, "parts": parts}
+
+
+def measure(variants: dict, work: float, tokens: int, rounds: int, device: torch.device) -> tuple[dict, dict]:
+    """(each variant's figures; operations a second of matrix products alone, in both precisions)."""
     differences = compare(variants)
-    times, limits = {variant: [] for variant in variants}, {"fp32": [], "bf16": []}
-    memory = {}
+    times, peaks, precisions = {variant: [] for variant in variants}, dict.fromkeys(variants, 0), {}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    rates = {precision: [] for precision in dtypes}
     for _ in range(rounds):
         for variant, (trainer, contexts) in variants.items():
             with together(contexts):
                 forget_peak(device)
                 times[variant] += [seconds(trainer.once, device) for _ in range(TURN)][1:]
-                memory[variant] = max(memory.get(variant, 0), peak(device))
-        for dtype, rates in limits.items():
-            rates.append(matmul_rate(device, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]))
-    limits = {dtype: median(rates) for dtype, rates in limits.items()}
-
-    tokens = cfg.optim.batch_size * (cfg.data.input_length + text.target_length)
-    work = flops(shape, cfg.optim.batch_size, cfg.data.input_length, text.target_length)
-    figures, reference = {}, median(times[OLD])
-    print(f"{'':33} {'ms':>8} {'tokens/s':>9} {'ratio':>6} {'use':>5} {'peak MB':>8} {'loss, gradient off by':>22}")
-    for variant in variants:
-        took = median(times[variant])
-        dtype = "bf16" if "bf16" in variant or (variant == "auto" and precision == "bf16") else "fp32"
-        figures[variant] = {
-            "seconds": took,
-            "tokens/s": tokens / took,
-            "ratio": reference / took,
-            "utilization": work / took / limits[dtype],
-            "peak_bytes": memory[variant],
+                peaks[variant] = max(peaks[variant], peak(device))
+                precisions[variant] = trainer.precision
+        for precision, dtype in dtypes.items():
+            rates[precision].append(matmul_rate(device, dtype))
+    limits = {precision: median(values) for precision, values in rates.items()}
+    figures = {
+        variant: {
+            "seconds": median(times[variant]),
+            "tokens/s": tokens / median(times[variant]),
+            "ratio": median(times[OLD]) / median(times[variant]),
+            "utilization": work / median(times[variant]) / limits[precisions[variant]],
+            "peak_bytes": peaks[variant],
+            "precision": precisions[variant],
             "differences": differences[variant],
         }
+        for variant in variants
+    }
+    return figures, limits
+
+
+def show(figures: dict) -> None:
+    print(f"{'':33} {'ms':>8} {'tokens/s':>9} {'ratio':>6} {'use':>5} {'peak MB':>8} {'loss, gradient off by':>22}")
+    for variant, measured in figures.items():
+        loss, gradient = measured["differences"]
         print(
-            f"{variant:33} {took * 1e3:8.1f} {tokens / took:9,.0f} {reference / took:5.2f}x "
-            f"{work / took / limits[dtype]:5.0%} {memory[variant] / 2**20:8,.0f} "
-            + "{:11.1e} {:10.1e}".format(*differences[variant])
+            f"{variant:33} {measured['seconds'] * 1e3:8.1f} {measured['tokens/s']:9,.0f} {measured['ratio']:5.2f}x "
+            f"{measured['utilization']:5.0%} {measured['peak_bytes'] / 2**20:8,.0f} {loss:11.1e} {gradient:10.1e}"
         )
-    reached = ", ".join(f"{rate:.3g} a second in {dtype}" for dtype, rate in limits.items())
-    print(f"{work:.3g} floating-point operations a step; matrix products alone reach {reached}")
-    parts = {v: parts_of(*variants[v], device, rounds) for v in (OLD, "plain", "auto")}
-    print(f"{'ms':33} " + " ".join(f"{part:>10}" for part in parts["auto"]))
-    for variant, took in parts.items():
-        print(f"{variant:33} " + " ".join(f"{value * 1e3:10.2f}" for value in took.values()))
-    return {"sequences": cfg.optim.batch_size, "flops": work, "matmul": limits, "variants": figures, "parts": parts}
 
 
 def flops(shape: transformers.T5Config, sequences: int, inputs: int, targets: int) -> float:
@@ -167,6 +179,10 @@ class Ours:
     def describe(self) -> str:
         threads = torch.cuda.get_device_name() if self.device.type == "cuda" else f"{torch.get_num_threads()} threads"
         return f"{sum(p.numel() for p in self.t5.parameters()):,} parameters, {self.device.type}, {threads}"
+
+    @property
+    def precision(self) -> str:
+        return self.step.precision
 
     def computing_in(self, precision: str):
         return mock.patch.object(self.step, "precision", precision)

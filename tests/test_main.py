@@ -542,8 +542,17 @@ def test_every_command_of_the_readme_is_accepted():
         config.check(config.load(overrides)[0])
 
 
+def test_messages_of_the_readme_are_those_of_the_code():
+    table = (ROOT / "README.md").read_text().split("## When something goes wrong")[1].split("\n\n")[1]
+    messages = re.findall(r"^\| `(.*?)` ", table, re.MULTILINE)
+    source = "".join(path.read_text() for path in (ROOT / "nanoT5").glob("*.py"))
+    assert len(messages) >= 5
+    for fragment in (part.strip(" ?()") for message in messages for part in message.split("...")):
+        assert fragment in source, fragment
+
+
 def test_every_key_has_a_comment():
     for path in config.FOLDER.rglob("*.yaml"):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\nhydra:")[0].splitlines():
             if line.strip() and not line.strip().startswith(("#", "-")) and not line.rstrip().endswith(":"):
                 assert "#" in line or path.parent.name in ("model", "accelerate"), (path, line)
