@@ -88,6 +88,6 @@ def spans(input_ids: Tensor, labels: Tensor, sentinel_ids: Tensor) -> tuple[Tens
 
     opened, place = number(labels), number(input_ids)
     span = opened.cummax(-1).values.masked_fill((opened >= 0) | (labels == IGNORED), -1)
-    sentinel = place[:, None, :] == torch.arange(place.max() + 1, device=place.device)[:, None]  # (B, K, S)
+    sentinel = place[:, None, :] == torch.arange(int(place.max()) + 1, device=place.device)[:, None]  # (B, K, S)
     near = F.max_pool1d(sentinel.float(), 2 * NEAR + 1, stride=1, padding=NEAR) > 0
     return span, near

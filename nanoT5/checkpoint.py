@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import safetensors.torch
 import torch
@@ -113,7 +112,7 @@ def as_file(state: dict) -> io.BytesIO:
     return io.BytesIO(json.dumps(state).encode())
 
 
-def sha256(file: BinaryIO) -> str:
+def sha256(file: io.BufferedIOBase) -> str:
     with file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -203,6 +202,6 @@ def export(folder: Path, t5: nn.Module, shape, tokenizer, is_main_process: bool)
     GenerationConfig.from_model_config(shape).save_pretrained(folder)
     if "shared.norm.weight" in tensors:  # Transformers has no such norm, but one that only sees an embedding is a table
         scale = tensors.pop("shared.norm.weight")
-        tensors["shared.weight"] = F.rms_norm(tensors["shared.weight"], scale.shape, scale, t5.shared.norm.eps)
+        tensors["shared.weight"] = F.rms_norm(tensors["shared.weight"], scale.shape, scale, shape.layer_norm_epsilon)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save(folder)

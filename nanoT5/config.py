@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -125,7 +126,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def flat(cfg: DictConfig) -> dict[str, object]:
+def flat(cfg) -> dict[str, Any]:
     """Every key of a config with its value: {"optim.batch_size": 32, ...}."""
     values = {}
     for key, value in cfg.items():
@@ -138,9 +139,9 @@ def flat(cfg: DictConfig) -> dict[str, object]:
 
 # Keys in which a checkpoint and the run that goes on from it may differ; of the others, those that decide what is
 # trained, and on what, may not
-FREE = ("device", "parallel", "tag", "dryrun", "max_hours", "eval.", "checkpoint.", "logging.", "optim.total_steps")
-FREE += ("optim.max_bad_steps", "data.num_workers", "data.cache", "model.compile", "model.activation_checkpointing")
-FREE += ("model.checkpoint_path", "model.random_init")
+FREE: tuple[str, ...] = ("device", "parallel", "tag", "dryrun", "max_hours", "eval.", "checkpoint.", "logging.")
+FREE += ("optim.total_steps", "optim.max_bad_steps", "data.num_workers", "data.cache", "model.compile")
+FREE += ("model.activation_checkpointing", "model.checkpoint_path", "model.random_init")
 DECIDING = ("seed", "model.", "data.", "optim.name", "optim.rms_scale", "relora.")
 
 
@@ -173,7 +174,7 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
     yield from misplaced(cfg.data, "data.")
     if (cfg.data.source == "mixture") != (cfg.data.mixture is not None):
         yield f"data.mixture and data=mixture need each other: data.mixture='[{PART_EXAMPLE},...]'"
-    for i, part in enumerate(OmegaConf.to_container(cfg.data.mixture or OmegaConf.create([]))):
+    for i, part in enumerate(flat(cfg.data)["mixture"] or []):
         yield from faults_of_part(part, f"data.mixture[{i}]")
     if o.batch_size % o.grad_acc:
         yield f"optim.batch_size={o.batch_size} is not divisible by optim.grad_acc={o.grad_acc}: change one of them"
@@ -218,7 +219,9 @@ def faults_of_adapters(cfg: DictConfig) -> Iterator[str]:
         yield f"relora.modules={r.modules} is not a regular expression: {error}"
 
 
-NEEDED = {  # keys of data that only some sources take, and what to name there where it is needed
+NEEDED: dict[
+    str, dict[str, str | None]
+] = {  # keys of data that only some sources take, and what to name there where it is needed
     "path": {"text": "a .txt, .jsonl or .parquet file, a folder or a quoted glob", "saved": "a folder"},
     "name": {"hub": "a data set on the Hub"},
     "config": {"hub": None},

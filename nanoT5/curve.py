@@ -146,7 +146,7 @@ def draw(folders: list[Path], path: Path) -> None:
     figure.savefig(path)
 
 
-def places(events: list[dict]) -> tuple[list[int], tuple[list[float], ...]]:
+def places(events: list[dict]) -> tuple[list[int], tuple[list, list, list]]:
     """(steps of the training events; the steps, tokens and seconds of training until each of them)."""
     steps, speeds = series(events, "train/tokens_per_second")
     tokens = np.add(series(events, "train/input_tokens")[1], series(events, "train/target_tokens")[1])

@@ -360,8 +360,7 @@ def build(cfg) -> Data:
         return Mixture(chunkers, weights)
 
     noise = {"noise_density": data.mlm_probability, "mean_span_length": data.mean_noise_span_length}
-    ids = {"sentinel_ids": tokenizer.sentinel_ids, "eos_id": tokenizer.eos_id}
-    corruption = functools.partial(corrupt, **noise, **ids)
+    corruption = functools.partial(corrupt, sentinel_ids=tokenizer.sentinel_ids, eos_id=tokenizer.eos_id, **noise)
     batches = functools.partial(
         training_batches,
         [mixture(data.shuffle_block, cfg.seed, number=n, streams=data.streams) for n in range(data.streams)],

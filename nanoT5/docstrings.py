@@ -64,7 +64,7 @@ def requirements_closure() -> dict[str, importlib.metadata.Distribution]:
 
     listed = (Path(__file__).parent.parent / "requirements.txt").read_text().splitlines()
     queue = deque(Requirement(line) for line in listed if line.strip() and not line.startswith("#"))
-    found = {}
+    found: dict[str, importlib.metadata.Distribution] = {}
     while queue:
         requirement = queue.popleft()
         name = canonicalize_name(requirement.name)
@@ -83,7 +83,7 @@ def gather(packages: dict[str, importlib.metadata.Distribution]) -> Iterator[tup
     library = Path(sysconfig.get_path("stdlib"))
     modules = {f"python/{path.relative_to(library).as_posix()}": path for path in library.rglob("*.py")}
     for name, package in packages.items():
-        modules |= {f"{name}/{f}": Path(package.locate_file(f)) for f in package.files or () if f.suffix == ".py"}
+        modules |= {f"{name}/{f}": Path(str(package.locate_file(f))) for f in package.files or () if f.suffix == ".py"}
     modules = {name: path for name, path in sorted(modules.items()) if not SKIPPED & set(name.split("/"))}
     seen = set()
     # a syntax tree is a million small objects without cycles: collecting among them doubles the time
@@ -100,7 +100,7 @@ def parse(path: Path) -> list[str]:
     """The docstrings of a Python file in the order of its text; none if it cannot be parsed."""
     try:
         source = path.read_bytes()
-        stack = [ast.parse(source)] if b'"""' in source else []
+        stack: list[ast.AST] = [ast.parse(source)] if b'"""' in source else []
     except (OSError, SyntaxError, ValueError):
         return []
     found = []

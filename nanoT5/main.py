@@ -61,7 +61,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     with accelerator.local_main_process_first():  # it fills the cache that the others read
         text = data.build(cfg)
     shape = model_shape(cfg, text.tokenizer)
-    state = {"progress": {"faults": text.held_out.faults}, "optimizer_steps": None}
+    state: dict = {"progress": {"faults": text.held_out.faults}, "optimizer_steps": None}
     if begin:
         state = checkpoint.read(begin, cfg, text.origin, accelerator.print)
     progress = log.Progress(**state["progress"])
@@ -69,7 +69,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     evaluator = Evaluator(t5, text.evaluation, text.tokenizer.sentinel_ids, precision, accelerator)
     if cfg.eval_only:
         summary = evaluator() | {"checkpoint": cfg.model.checkpoint_path, "interrupted": False}
-        if accelerator.is_main_process:
+        if lock:  # the main process
             log.write_config(lock, cfg)
             log.write_summary(folder, summary)
         return summary
@@ -90,7 +90,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     step_seconds = step.rehearse(first[0])
     evaluator.rehearse()
     batches = itertools.chain([first], batches)
-    if accelerator.is_main_process:
+    if lock:
         log.write_config(lock, cfg)
         log.print_header(header(cfg, folder, begin, accelerator, precision, text, t5, progress, step_seconds))
     if cfg.dryrun:
@@ -295,7 +295,7 @@ def assemble(
     t5 = build_model(cfg, shape, accelerator, done, begin)
     trained = distributed(cfg, t5, accelerator)
     optimizer = optim.build(cfg.optim, t5)
-    if steps:
+    if begin and steps:
         checkpoint.load_optimizer(begin, steps, t5, optimizer)
     relora.set_floors(t5, optimizer)
     return t5, trained, optimizer
@@ -347,7 +347,8 @@ def distributed(cfg: DictConfig, t5: nn.Module, accelerator: Accelerator) -> nn.
     biases = [module for name, module in t5.named_modules() if name.endswith("relative_attention_bias")]
     for module in [*biases, *t5.encoder.block, *t5.decoder.block]:  # a bias is looked up before its block is called
         fully_shard(module, mesh=mesh)
-    return fully_shard(t5, mesh=mesh)
+    fully_shard(t5, mesh=mesh)
+    return t5
 
 
 def parallelism(cfg: DictConfig) -> str:

@@ -80,7 +80,7 @@ def relative_buckets(length: int, bidirectional: bool, buckets: int, max_distanc
     """
     position = torch.arange(length, device=device)
     offset = position[None, :] - position[:, None]  # key - query
-    side = 0
+    side: int | Tensor = 0
     if bidirectional:
         buckets //= 2
         side = (offset > 0) * buckets
@@ -230,7 +230,7 @@ class HeadLoss(torch.autograd.Function):
         narrow_hidden, narrow_head = hidden.flatten(0, 1).to(dtype), head.to(dtype)
         hidden_grad, head_grad = torch.empty_like(narrow_hidden), torch.zeros_like(head)
         targets = (labels != IGNORED).sum()
-        loss = 0.0
+        loss = wide(hidden.new_zeros(()))
         for first in range(0, len(narrow_hidden), HeadLoss.ROWS):
             rows = slice(first, first + HeadLoss.ROWS)
             logits = wide(narrow_hidden[rows] @ narrow_head.T)
@@ -241,7 +241,7 @@ class HeadLoss(torch.autograd.Function):
             logits -= logits.amax(-1, keepdim=True)
             likelihood = logits.gather(-1, chosen)
             total = logits.exp_().sum(-1, keepdim=True)
-            loss = loss + ((total.log() - likelihood) * share).sum()
+            loss += ((total.log() - likelihood) * share).sum()
             logits *= share / total
             logits.scatter_add_(-1, chosen, -share)
             logits_grad = logits.to(dtype)

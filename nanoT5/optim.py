@@ -9,6 +9,7 @@ scaling of Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, section 8). Deca
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,10 @@ class Optimizer(torch.optim.Optimizer):
         """Whether the training loop is to call update_curvature() before this step's true gradient: Sophia's need."""
         return False
 
+    def update_curvature(self, targets: int) -> None:
+        """Take in the gradient of a loss against this many sampled targets."""
+        raise NotImplementedError
+
     def diagnostics(self) -> dict[str, Tensor]:
         """What is worth logging of the last step, by name, as tensors without dimensions."""
         return {}
@@ -67,14 +72,14 @@ class Optimizer(torch.optim.Optimizer):
             scales = torch.stack([self.state[p]["initial_rms"] for p in params])
         else:
             scales = rms(params)
-        smallest = SMALLEST_SCALE
+        smallest: float | Tensor = SMALLEST_SCALE
         if "adapters" in group:  # of which some have their own: see relora.py
             default = scales.new_tensor(SMALLEST_SCALE)
             smallest = torch.stack([self.state[p].get("smallest_scale", default) for p in params])
         return scales.clamp_min(smallest)
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -250,7 +255,7 @@ class Adafactor(Optimizer):
         return grad * row_scale * state["columns"].rsqrt().unsqueeze(-2)
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
     "adamwscale": functools.partial(AdamW, rms_scale=True),
     "lion": Lion,

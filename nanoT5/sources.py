@@ -137,22 +137,24 @@ def string(value: object, column: str) -> tuple[str, str | None]:
     return value.encode(errors="replace").decode(), None  # JSON can spell code points that no text has
 
 
-FORMATS = {  # by a file's ending: its rows, the text of one, what one is called
+FORMATS: dict[
+    str, tuple[Callable, Callable, str]
+] = {  # by a file's ending: its rows, the text of one, what one is called
     ".txt": (paragraphs, decoded, "paragraph"),
     ".jsonl": (lines, field, "line"),
     ".json": (lines, field, "line"),
     ".parquet": (parquet, cell, "row"),
     ".arrow": (arrow, cell, "row"),
 }
-COMPRESSED = {".gz": gzip.open, ".zst": zstd.open}
+COMPRESSED: dict[str, Callable] = {".gz": gzip.open, ".zst": zstd.open}
 KNOWN = f"{', '.join(FORMATS)} file, or one of these with {' or '.join(COMPRESSED)}"
 # what decompressors and Arrow raise about a file that is cut off or overwritten
 DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, pyarrow.ArrowInvalid)
 
 
 def ending(path: str) -> str:
-    path = PurePath(path)
-    return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    name = PurePath(path)
+    return PurePath(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
 
 
 def read(path: str, first: int, step: int, column: str, document: str) -> Rows:

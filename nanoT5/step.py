@@ -44,7 +44,7 @@ class Step:
         if self.optimizer.curvature_is_due():
             self.gradients(batch | {"draws": self.draws(batch["labels"], number)})
             if math.isfinite(self.clip(math.inf).item()):
-                self.optimizer.update_curvature(self.targets(batch["labels"]).item())
+                self.optimizer.update_curvature(int(self.targets(batch["labels"])))
             self.optimizer.zero_grad()
         loss, grad_l2 = self.accelerator.reduce(self.gradients(batch)), self.clip(self.cfg.grad_clip or math.inf)
         loss, grad_l2 = torch.stack([loss, grad_l2]).tolist()  # the step's one wait for a GPU

@@ -75,9 +75,9 @@ def from_sentencepiece(model: bytes, description: str) -> Tokenizer:
             f"data.tokenizer: {description} is not a SentencePiece model; of another tokenizer, name the folder"
         ) from None
     pieces = [processor.id_to_piece(id) for id in range(processor.get_piece_size())]
-    unk, pad, eos = (
-        pieces[id] if id >= 0 else name
-        for id, name in ((processor.unk_id(), None), (processor.pad_id(), "<pad>"), (processor.eos_id(), "</s>"))
+    unk = pieces[processor.unk_id()] if processor.unk_id() >= 0 else None
+    pad, eos = (
+        pieces[id] if id >= 0 else name for id, name in ((processor.pad_id(), "<pad>"), (processor.eos_id(), "</s>"))
     )
     export = as_exported(converted(model, processor.unk_id(), description), unk, pad, eos)
 
@@ -199,8 +199,8 @@ def converted(model: bytes, unk_id: int, description: str) -> tokenizers.Tokeniz
     if trainer.model_type == TrainerSpec.UNIGRAM:
         scores |= dict.fromkeys(whole, 0.0)
         never = min(scores.values()) - 1000  # of the others, so that no text gets a byte or </s> by spelling it
-        vocabulary = [(piece.piece, scores.get(piece.piece, never)) for piece in proto.pieces]
-        core = models.Unigram(vocabulary, unk_id, trainer.byte_fallback)
+        scored = [(piece.piece, scores.get(piece.piece, never)) for piece in proto.pieces]
+        core: models.Model = models.Unigram(scored, unk_id, trainer.byte_fallback)
     else:
         # SentencePiece joins the two neighbours that make the piece with the best score
         pairs = [(-score, piece[:i], piece[i:]) for piece, score in scores.items() for i in range(1, len(piece))]
@@ -214,7 +214,7 @@ def converted(model: bytes, unk_id: int, description: str) -> tokenizers.Tokeniz
             byte_fallback=trainer.byte_fallback,
             ignore_merges=bool(whole),
         )
-    steps = []
+    steps: list[normalizers.Normalizer] = []
     if normalizer.precompiled_charsmap:
         steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
     if normalizer.remove_extra_whitespaces:
