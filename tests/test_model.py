@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -262,3 +265,12 @@ def test_bf16_autocast_is_close_and_reaches_the_bias():
     assert rounded.dtype == torch.float32 and rounded.item() == pytest.approx(exact.item(), rel=0.02)
     rounded.backward()
     assert ours.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 0
+
+
+def test_the_initialization_of_the_readme_is_one(monkeypatch):
+    monkeypatch.setattr(model, "INITIALIZATIONS", dict(model.INITIALIZATIONS))
+    readme = (Path(model.__file__).parent.parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(INITIALIZATIONS.*?)```", readme, re.DOTALL)
+    exec(code, vars(model))
+    drawn = model.initial_distributions(model.t5_config(300, 0, 1, **SHAPE), "flat_attention", 0.03, "normal")
+    assert drawn["q"] == drawn["k"] == ("normal", 0.03) and drawn["shared"] == ("normal", 1.0)
