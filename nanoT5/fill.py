@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanoT5 import UserError
+from nanoT5 import UserError, script
 
 LONGEST = 32  # tokens of a span
 
@@ -85,7 +85,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        command_line()
-    except UserError as error:
-        sys.exit(f"nanoT5: {error}")
+    script(command_line)

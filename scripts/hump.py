@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import plot  # noqa: E402
 import study  # noqa: E402
 
-from nanoT5 import UserError, curve  # noqa: E402
+from nanoT5 import UserError, curve, script  # noqa: E402
 
 CHOSEN = study.ROOT / "assets" / "hump" / "table.csv"  # where --quick finds its learning rates
 SEEDS = (0, 1, 2)  # of the headline cells; the others have the first alone
@@ -187,4 +187,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    study.script(command_line)
+    script(command_line)

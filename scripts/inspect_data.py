@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np  # noqa: E402
 
-from nanoT5 import UserError, config, data  # noqa: E402
+from nanoT5 import config, data, script  # noqa: E402
 
 SHOWN = 400  # characters of a document
 
@@ -51,12 +51,13 @@ def inspect(overrides: list[str], count: int) -> None:
             print(f"{name:<10} {len(ids)} tokens: {text.tokenizer.decode(ids)}")
 
 
-if __name__ == "__main__":
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of nanoT5.main")
     parser.add_argument("--count", type=int, default=3, metavar="N", help="documents and chunks (3)")
     arguments = parser.parse_intermixed_args()
-    try:
-        inspect(arguments.overrides, arguments.count)
-    except UserError as error:
-        sys.exit(f"nanoT5: {error}")
+    inspect(arguments.overrides, arguments.count)
+
+
+if __name__ == "__main__":
+    script(command_line)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoT5 import UserError, curve  # noqa: E402
+from nanoT5 import UserError, curve, script  # noqa: E402
 
 
 def below(folders: list[Path]) -> list[Path]:
@@ -66,7 +66,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        command_line()
-    except UserError as error:
-        sys.exit(f"nanoT5: {error}")
+    script(command_line)

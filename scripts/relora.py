@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transformers import T5Config  # noqa: E402
 
-from nanoT5 import checkpoint, curve, model, relora  # noqa: E402
+from nanoT5 import checkpoint, curve, model, relora, script  # noqa: E402
 
 ABOVE = 0.01  # of the largest singular value
 
@@ -103,4 +103,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    study.script(command_line)
+    script(command_line)

@@ -249,6 +249,7 @@ def run(
         config.check(config.load([*arguments.overrides, *own])[0])
     study = arguments.folder
     study.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the runs, as Ctrl-C does
     with locked(study):
         given, note = " ".join(arguments.overrides), study / "overrides.txt"
         if note.exists() and note.read_text() != given:
@@ -261,14 +262,3 @@ def run(
         jobs = arguments.jobs or torch.cuda.device_count() or os.cpu_count()
         conduct(plan, cells, jobs, arguments.overrides, report, extra)
         report(study, cells, plan)
-
-
-def script(command_line: Callable[[], None]) -> None:
-    """A script's command line: a mistake of the user's is one sentence, and SIGTERM ends its runs, as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        command_line()
-    except UserError as error:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoT5 import UserError, config, data, sources, tokenizer  # noqa: E402
+from nanoT5 import UserError, config, data, script, sources, tokenizer  # noqa: E402
 
 CHARACTERS = 50_000_000  # some 12 M tokens of English, 360 for each of 32,000 pieces; takes about 1.3 GB of memory
 FILES = 64  # at least, of a corpus that has as many
@@ -117,9 +117,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        command_line()
-    except UserError as error:
-        sys.exit(f"train_tokenizer: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    script(command_line)

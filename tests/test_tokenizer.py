@@ -442,7 +442,7 @@ def test_mistakes(arguments, words, files, tmp_path, monkeypatch):
 def test_a_mistake_ends_in_one_sentence(files, tmp_path):
     done = script(tmp_path / "x.model", "data=text", f"data.path={files}", "--vocab-size=90000")
     assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert re.fullmatch(r"train_tokenizer: data.vocab_size=90000 does not suit this corpus: .* <= \d+\.\n", done.stderr)
+    assert re.fullmatch(r"nanoT5: data.vocab_size=90000 does not suit this corpus: .* <= \d+\.\n", done.stderr)
 
 
 def test_the_commands_of_the_readme_are_accepted():
