@@ -16,6 +16,7 @@ Shapes: B sequences, R = raw_length, S input tokens, T target tokens.
 import functools
 import hashlib
 import itertools
+import multiprocessing
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -257,12 +258,17 @@ class Parts(IterableDataset):
             yield index, *self.corruption(rows, index), {s: places[s].copy() for s in mine}, reading
 
 
-def leave_process_group(worker: int) -> None:
-    """A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole group; only the training process is to act on them.
+def begin_worker(worker: int) -> None:
+    """Leave the process group, and do not outlive the training process.
 
+    A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole group; only the training process is to act on them.
     Ignoring SIGTERM instead would leave workers that cannot be ended.
     """
     os.setsid()
+    # torch looks from here on whether the parent has become another one: if it has before, a worker would wait for ever
+    parent = multiprocessing.parent_process()
+    if multiprocessing.get_start_method() == "fork" and parent and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def training_batches(
@@ -294,7 +300,7 @@ def training_batches(
             batch_size=None,
             num_workers=workers,
             prefetch_factor=8 if workers else None,
-            worker_init_fn=leave_process_group,
+            worker_init_fn=begin_worker,
         )
     )
     places, counts = list(state["places"]), Counter(state["counts"] if rank == 0 else {})

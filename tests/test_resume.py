@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hub
@@ -14,7 +15,7 @@ import kill_runs
 import pytest
 import safetensors.torch
 
-from nanoT5 import UserError, checkpoint, main, optim
+from nanoT5 import UserError, checkpoint, data, main, optim
 
 OPTIONS = [
     *("optim.total_steps=24", "optim.grad_acc=2", "model.dropout_rate=0.1", "checkpoint.every_steps=4"),
@@ -97,6 +98,29 @@ def test_a_run_killed_at_a_chosen_moment_is_the_same_to_the_bit(tiny, tmp_path, 
         path.name for path in (tmp_path / "alone").iterdir()
     }
     assert [path.name for path in checkpoint.found(tmp_path / "killed/checkpoints")] == ["step-24", "step-20"]
+
+
+def test_a_data_worker_never_outlives_a_training_process_that_is_killed_at_once(tiny, tmp_path, monkeypatch):
+    begin, note = data.begin_worker, tmp_path / "worker"
+
+    def orphaned(worker):
+        note.write_text(str(os.getpid()))
+        training = os.getppid()
+        os.kill(training, signal.SIGKILL)
+        while os.getppid() == training:
+            time.sleep(0.01)
+        begin(worker)
+
+    monkeypatch.setattr(data, "begin_worker", orphaned)
+    options = [*tiny, "data.num_workers=1", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert in_child(lambda: main.run(options)) == signal.SIGKILL
+    worker, deadline = int(note.read_text()), time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = Path(f"/proc/{worker}").exists()
+    if left:
+        os.kill(worker, signal.SIGKILL)
+    assert not left
 
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
