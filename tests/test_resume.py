@@ -30,10 +30,10 @@ def same(alone: Path, other: Path, step: int) -> bool:
 @pytest.mark.parametrize(
     "kills, more",
     [
-        (10, ["data.num_workers=2", "model.dropout_rate=0.1"]),
-        (10, ["optim.name=sophia", "optim.grad_acc=2"]),
-        (5, ["--processes=2", "parallel=fsdp2"]),
-        (3, ["data=c4", "data.streams=2", "data.num_workers=1"]),
+        (7, ["data.num_workers=2", "model.dropout_rate=0.1"]),
+        (7, ["optim.name=sophia", "optim.grad_acc=2"]),
+        (4, ["--processes=2", "parallel=fsdp2"]),
+        (2, ["data=c4", "data.streams=2", "data.num_workers=1"]),
     ],
     ids=["workers", "sophia", "two processes", "hub"],
 )
