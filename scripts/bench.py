@@ -37,7 +37,7 @@ import transformers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanoT5 import config, data, log, main, model, optim, step
+from nanoT5 import config, data, log, main, model, optim, script, step
 
 # What a model is timed at: overrides, sequences a step on a CPU and on a GPU, in how many rounds
 WORK = {
@@ -403,7 +403,7 @@ def peak(device: torch.device) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-if __name__ == "__main__":
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=WORK, default=list(WORK), metavar="NAME", help="nano small base")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
@@ -416,3 +416,7 @@ if __name__ == "__main__":
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    script(command_line)

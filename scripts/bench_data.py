@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoT5 import config, corruption, data, main  # noqa: E402
+from nanoT5 import config, corruption, data, main, script  # noqa: E402
 from tests import hub  # noqa: E402
 
 ROUNDS, BATCHES = 15, 20  # turns of each, batches prepared a turn
@@ -179,7 +179,7 @@ class Collator2023:
         return np.append(kept, self.text.tokenizer.eos_id)
 
 
-if __name__ == "__main__":
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of nanoT5.main, for the first part")
     parser.add_argument("--documents", type=int, metavar="N", help="measure the memory that reading so many takes")
@@ -192,3 +192,7 @@ if __name__ == "__main__":
         from_a_hub(Path(work))
         if arguments.documents:
             memory(Path(work), arguments.documents)
+
+
+if __name__ == "__main__":
+    script(command_line)

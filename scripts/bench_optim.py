@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoT5 import config, main, model, optim  # noqa: E402
+from nanoT5 import config, main, model, optim, script  # noqa: E402
 
 ROUNDS, STEPS = 9, 3  # turns of each variant, steps a turn
 
@@ -53,4 +53,4 @@ def bench(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    bench(sys.argv[1:])
+    script(lambda: bench(sys.argv[1:]))

@@ -19,6 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from nanoT5 import script  # noqa: E402
+
 TINY = [  # a run of some seconds, much of it evaluations and checkpoints
     *("model.d_model=32", "model.d_kv=8", "model.d_ff=48", "model.num_layers=2", "model.num_decoder_layers=2"),
     *("data.input_length=32", "data.shuffle_block=16", "optim.batch_size=8", "optim.warmup_steps=20"),
@@ -117,7 +119,7 @@ def compare(kills: int, seed: int, processes: int, overrides: list[str], work: P
     print(f"killed {done} times: the same weights, optimizer state and {len(events[0])} log events, to the bit")
 
 
-if __name__ == "__main__":
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="of nanoT5.main, for either run")
     parser.add_argument("--kills", type=int, default=100)
@@ -126,3 +128,7 @@ if __name__ == "__main__":
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as work:
         compare(arguments.kills, arguments.seed, arguments.processes, arguments.overrides, Path(work))
+
+
+if __name__ == "__main__":
+    script(command_line)

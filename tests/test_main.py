@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -531,24 +530,6 @@ def test_every_shipped_config_is_checked():
             config.check(config.load([f"{group}={path.stem}", *needed.get(path.stem, [])])[0])
     keys = config.flat(config.load(["data=text"])[0]).keys()
     assert keys == config.RULES.keys()
-
-
-def test_every_command_of_the_readme_is_accepted():
-    commands = re.findall(r"^    .*-m nanoT5\.main(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(commands) >= 8
-    for words in (shlex.split(command, comments=True) for command in commands):
-        # the first of a multirun's values
-        overrides = [word if "[" in word else word.split(",")[0] for word in words if word != "-m"]
-        config.check(config.load(overrides)[0])
-
-
-def test_messages_of_the_readme_are_those_of_the_code():
-    table = (ROOT / "README.md").read_text().split("## When something goes wrong")[1].split("\n\n")[1]
-    messages = re.findall(r"^\| `(.*?)` ", table, re.MULTILINE)
-    source = "".join(path.read_text() for path in (ROOT / "nanoT5").glob("*.py"))
-    assert len(messages) >= 5
-    for fragment in (part.strip(" ?()") for message in messages for part in message.split("...")):
-        assert fragment in source, fragment
 
 
 def test_every_key_has_a_comment():

@@ -3,7 +3,6 @@ import json
 import os
 import pickle
 import re
-import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -443,13 +442,3 @@ def test_a_mistake_ends_in_one_sentence(files, tmp_path):
     done = script(tmp_path / "x.model", "data=text", f"data.path={files}", "--vocab-size=90000")
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert re.fullmatch(r"nanoT5: data.vocab_size=90000 does not suit this corpus: .* <= \d+\.\n", done.stderr)
-
-
-def test_the_commands_of_the_readme_are_accepted():
-    readme = (ROOT / "README.md").read_text()
-    assert (commands := re.findall(r"^    python scripts/train_tokenizer\.py (.*)$", readme, re.MULTILINE))
-    for command in commands:
-        output, *rest = shlex.split(command, comments=True)
-        overrides = [word for word in rest if "=" in word and not word.startswith("--")]
-        assert output.endswith(".model")
-        config.check(config.load(overrides)[0])
