@@ -104,3 +104,13 @@ def test_messages_are_those_of_the_code():
     assert len(messages) >= 5
     for fragment in (part.strip(" ?()") for message in messages for part in message.split("...")):
         assert fragment in source, fragment
+
+
+def test_defaults_are_those_of_the_configuration():
+    table = README.split("| key | default |")[1].split("\n\n")[0]
+    defaults = config.flat(config.load([])[0]) | {"model": "nano", "data": "docstrings"}
+    columns = [line.split(" | ") for line in table.splitlines()[2:] if "hydra" not in line]
+    assert len(columns) >= 10
+    for keys, values, _ in columns:
+        for key, value in zip(re.findall(r"`(.*?)`", keys), re.findall(r"`(.*?)`", values), strict=True):
+            assert str(defaults[key]).replace("None", "null") == value, key
