@@ -1,5 +1,6 @@
 """README's commands and messages: what it tells its readers to type is run here, at a tiny size."""
 
+import csv
 import re
 import shlex
 import shutil
@@ -114,3 +115,12 @@ def test_defaults_are_those_of_the_configuration():
     for keys, values, _ in columns:
         for key, value in zip(re.findall(r"`(.*?)`", keys), re.findall(r"`(.*?)`", values), strict=True):
             assert str(defaults[key]).replace("None", "null") == value, key
+
+
+def test_results_are_those_of_the_study():
+    table = README.split("| optimizer, RMS scaling, initialization |")[1].split("\n\n")[0]
+    cells = [re.findall(r"[^| ][^|]*[^| ]", line) for line in table.splitlines()[2:]]
+    study = list(csv.DictReader((ROOT / "assets" / "hump" / "table.csv").open()))
+    assert [(cell[0], cell[1], cell[3], cell[5]) for cell in cells] == [
+        (row["cell"], row["rate"], row["escape"], row["held-out loss"]) for row in study
+    ]
