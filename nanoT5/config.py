@@ -265,6 +265,8 @@ def explain(error: Exception) -> str:
         return f"{error.override} cannot be read: put a value with special characters into quotes, key=\"'value'\""
     if key := re.match(r"Could not override '([^']+)'", str(error)):
         return unknown(key[1])
+    if group := re.match(r"In '.*': Could not find '(\w+)/(.*)'\s+Available options in .*:((\s+\w+\n)+)", str(error)):
+        return f"{group[1]}={group[2]}: it has to be one of {', '.join(group[3].split())}"
     return " ".join(str(error).split())
 
 

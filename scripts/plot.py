@@ -41,7 +41,7 @@ def table(runs: list[Path]) -> str:
             "" if n is None else f"{n:.4f}" if f is None or n is f else f"{n:.4f} ({n - f:+.4f})"
             for n, f in zip(numbers, first)
         ]
-        shown.append("" if shape["plateau"] is None else f"{shape['plateau']:.2f}")
+        shown.append("none" if shape["plateau"] is None else f"{shape['plateau']:.2f}")
         shown.append("none" if shape["escape"] is None else str(shape["escape"]))
         shown.append(f"{sum(counts[-1] for counts in tokens):,}" if speeds else "")
         shown.append(f"{sorted(speeds)[len(speeds) // 2]:,.0f}" if speeds else "")

@@ -395,6 +395,7 @@ def faulty(tmp_path, corpus):
         "model.init_std=0": ["model.init_std=0", "above 0"],
         "data=docstrings": ["data.path", "data=text"],
         "data=null": ["group", "must be"],
+        "data=txt": ["data=txt: it has to be one of c4, docstrings, ", ", text"],
         "~optim.grad_clip": ["optim.grad_clip is missing"],
         "seed=???": ["seed"],
         "seed=10000000000": ["seed=10000000000", "to 2147483647"],
