@@ -97,7 +97,8 @@ def save(
             f"the checkpoint of step {step} could not be written ({error}): make room in {folder}, and the "
             f"same command goes on from {before[0] if before else 'the start'}"
         ) from None
-    for old in found(folder)[keep:] if keep else ():
+    passed = [path for path in found(folder) if int(path.name[5:]) <= step]  # those ahead are damaged
+    for old in passed[keep:] if keep else ():
         shutil.rmtree(old)
     return final
 

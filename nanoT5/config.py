@@ -192,6 +192,8 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
         yield "model.checkpoint_path is needed with eval_only=true or model.random_init=false: name a checkpoint"
     if cfg.model.checkpoint_path is not None and not needs_weights:
         yield "model.checkpoint_path is not used while model.random_init=true: say model.random_init=false"
+    if cfg.eval_only and cfg.checkpoint.resume not in ("auto", "never"):
+        yield "checkpoint.resume has no part in eval_only=true, which measures model.checkpoint_path: leave it out"
     if needs_weights and (cfg.model.init in ("t5", "uniform") or any(cfg.model.std.values())):
         yield "model.init and model.std have no part in weights from model.checkpoint_path: leave them out"
 

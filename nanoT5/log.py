@@ -202,5 +202,7 @@ def write_config(file: TextIO, cfg: DictConfig) -> None:
 
 
 def write_summary(folder: Path, summary: dict) -> None:
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    aside = folder / "summary.json.writing"
+    aside.write_text(json.dumps(summary, indent=1) + "\n")
+    aside.replace(folder / "summary.json")
     print(f"held-out loss {summary['eval/loss']:.4f}, accuracy {summary['eval/accuracy']:.4f}: see {folder}")

@@ -91,10 +91,14 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     evaluator.rehearse()
     batches = itertools.chain([first], batches)
     if lock:
-        log.write_config(lock, cfg)
         log.print_header(header(cfg, folder, begin, accelerator, precision, text, t5, progress, step_seconds))
     if cfg.dryrun:
-        return dry_run(cfg, accelerator, step, evaluator, first[0])
+        return dry_run(cfg, progress.step, accelerator, step, evaluator, first[0])
+    if lock:
+        log.write_config(lock, cfg)
+        (folder / "summary.json").unlink(
+            missing_ok=True
+        )  # of an interruption: it says that a run has ended
     trackers.start(accelerator, config.flat(cfg), folder)
     events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process, accelerator.log)
 
@@ -107,7 +111,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
 
     if accelerator.is_main_process and not events.history:
         events.write({"data/unigram_entropy": text.unigram_entropy})
-    with stop_on_signal() as stop:
+    with stop_on_signal() as stop, trackers.closed_by_errors(accelerator):
         while not last:
             with events.waiting():
                 batch, progress.data, faults = next(batches)
@@ -164,24 +168,27 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     return summary
 
 
-def dry_run(cfg: DictConfig, accelerator: Accelerator, step: Step, evaluator: Evaluator, batch: Batch) -> dict:
-    """Take one step and one evaluation; returns, and says, what the whole run would take."""
+def dry_run(
+    cfg: DictConfig, done: int, accelerator: Accelerator, step: Step, evaluator: Evaluator, batch: Batch
+) -> dict:
+    """Take one step and one evaluation; returns, and says, what the run would take after the steps already done."""
     marks = [time.perf_counter()]
     step(batch, step.optimizer.defaults["lr"], 0)
     marks.append(time.perf_counter())
     evaluator()
     marks.append(time.perf_counter())
     step_seconds, evaluation_seconds = (after - before for before, after in itertools.pairwise(marks))
-    evaluations = math.ceil(cfg.optim.total_steps / cfg.eval.every_steps)
+    steps = cfg.optim.total_steps - done
+    evaluations = math.ceil(steps / cfg.eval.every_steps)
     if accelerator.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    seconds = step_seconds * cfg.optim.total_steps + evaluation_seconds * evaluations
+    seconds = step_seconds * steps + evaluation_seconds * evaluations
     if accelerator.is_main_process:
         rows = {
             "memory": f"{memory / 2**30:.1f} GiB at most, in each process",
-            "a step": f"{step_seconds:.3f} s, {cfg.optim.total_steps:,} of them",
+            "a step": f"{step_seconds:.3f} s, {steps:,} of them",
             "evaluation": f"{evaluation_seconds:.2f} s, {evaluations:,} of them",
             "the run": f"about {log.duration(seconds)}; dryrun=true ends here",
         }
@@ -226,8 +233,8 @@ def set_up(cfg: DictConfig, folder: Path | None = None) -> Accelerator:
 def keep_freed_memory() -> None:
     """Where glibc manages memory, let it keep that of freed tensors for the next ones.
 
-    It would give large ones back to the system, to get them again page by page: 7,000 pages and a twentieth of the time
-    of nano's step.
+    It would give large ones back to the system, to get them again page by page: 7,000 pages and up to a twentieth of
+    the time of nano's step.
     """
     if platform.libc_ver()[0] == "glibc":
         libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4  # numbers of mallopt's parameters in malloc.h

@@ -173,6 +173,8 @@ def read(path: str, first: int, step: int, column: str, document: str) -> Rows:
         row = next(count) - 1
         if row >= first and (row - first) % step == 0:
             yield row, "", "damaged from here on"
+    except UserError:
+        raise
     except Exception as error:
         if not isinstance(error, OSError) and "://" not in path:  # a network's errors are of all kinds
             raise

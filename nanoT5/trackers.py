@@ -3,6 +3,8 @@
 None is imported unless logging.trackers names it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -26,6 +28,17 @@ def start(accelerator: Accelerator, settings: dict[str, object], folder: Path) -
     settings = {key: value if type(value) in (bool, int, float, str) else str(value) for key, value in settings.items()}
     names = {"wandb": {"name": folder.name}, "trackio": {"name": folder.name}, "mlflow": {"run_name": folder.name}}
     accelerator.init_trackers("nanoT5", settings, names)
+
+
+@contextmanager
+def closed_by_errors(accelerator: Accelerator) -> Iterator[None]:
+    """Else a run that diverged would be in the way of the next one in the same process."""
+    try:
+        yield
+    except BaseException:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        raise
 
 
 def numbers(event: dict) -> dict[str, float]:

@@ -270,6 +270,9 @@ def test_a_dry_run_says_what_the_run_takes(tiny, tmp_path, capsys):
     assert "4,000 of them" in said and f"about {log.duration(answer['seconds'])}" in said
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml"}
     main.run([*tiny, f"hydra.run.dir={tmp_path / 'run'}"])
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    main.run([*tiny, "dryrun=true", "optim.total_steps=12", f"hydra.run.dir={tmp_path / 'run'}"])
+    assert "6 of them" in capsys.readouterr().out and (tmp_path / "run" / "config.yaml").read_text() == before
 
 
 def test_a_run_stops_after_max_hours_and_goes_on(tiny, finished, tmp_path):

@@ -214,6 +214,26 @@ def test_a_run_is_not_gone_on_with_from_its_own_past(tiny, partial):
         main.run([*tiny, *OPTIONS, f"checkpoint.resume={partial}/checkpoints/step-4", f"hydra.run.dir={partial}"])
 
 
+def test_a_run_that_was_stopped_and_then_killed_at_its_end_is_finished(tiny, whole, tmp_path, monkeypatch):
+    options = [*tiny, *OPTIONS, "checkpoint.keep=null", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main.run([*options, "max_hours=1e-9"])["interrupted"]
+    with monkeypatch.context() as patch:
+        nth_time(1, kill_me, patch, main.log, "write_summary")
+        assert in_child(lambda: main.run(options)) == signal.SIGKILL
+    assert not main.run(options)["interrupted"]
+    assert same(whole, tmp_path / "run", 24)
+
+
+def test_the_checkpoint_just_written_is_kept_however_many_damaged_ones_are_ahead(tiny, whole, partial):
+    for step in (16, 24):
+        shutil.copytree(whole / "checkpoints/step-4", partial / f"checkpoints/step-{step}")
+        (partial / f"checkpoints/step-{step}/model.safetensors").write_bytes(b"")
+    options = ["checkpoint.keep=1", "max_hours=1e-9"]
+    assert main.run([*tiny, *OPTIONS, *options, f"hydra.run.dir={partial}"])["step"] == 13
+    left = [path.name for path in checkpoint.found(partial / "checkpoints")]
+    assert left == ["step-24", "step-16", "step-13"]
+
+
 def test_a_run_whose_checkpoints_were_removed_is_not_trained_over(tiny, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     with pytest.raises(UserError, match="already holds a run"):

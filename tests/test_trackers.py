@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanoT5 import UserError, curve, main, trackers
+from nanoT5 import UserError, curve, log, main, trackers
 
 
 def test_tensorboard_has_what_metrics_have(tiny, tmp_path):
@@ -44,6 +44,10 @@ def test_an_offline_mlflow_has_what_metrics_have(tiny, tmp_path, monkeypatch):
         values_of(tmp_path / "run", "train/loss")
     )
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["curve.png"]
+    diverging = ["optim.base_lr=3e38", "optim.warmup_steps=0", "optim.grad_clip=0", "optim.total_steps=50"]
+    for name in ("diverged", "again"):  # each is closed for the next one
+        with pytest.raises(log.Diverged):
+            main.run([*tiny, *diverging, "logging.trackers=[mlflow]", f"hydra.run.dir={tmp_path / name}"])
 
 
 def test_a_tracker_that_is_not_installed(tiny, tmp_path, monkeypatch):
