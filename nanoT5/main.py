@@ -96,9 +96,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         return dry_run(cfg, progress.step, accelerator, step, evaluator, first[0])
     if lock:
         log.write_config(lock, cfg)
-        (folder / "summary.json").unlink(
-            missing_ok=True
-        )  # of an interruption: it says that a run has ended
+        (folder / "summary.json").unlink(missing_ok=True)  # of an interruption: it says that a run has ended
     trackers.start(accelerator, config.flat(cfg), folder)
     events = log.Log(folder, cfg.optim.total_steps, progress, begin, accelerator.is_main_process, accelerator.log)
 
