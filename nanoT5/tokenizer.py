@@ -8,6 +8,7 @@ itself, about ten times faster than Transformers; an export gets the same model 
 import functools
 import hashlib
 import io
+import random
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -242,15 +243,17 @@ def converted(model: bytes, unk_id: int, description: str) -> tokenizers.Tokeniz
 def train(texts: Iterable[str], vocab_size: int, cache: Path) -> Tokenizer:
     """A SentencePiece unigram model of vocab_size pieces, trained on texts once and cached by their content.
 
-    Deterministic: SentencePiece samples its sentences with a fixed seed.
+    Deterministic: the sentences are sampled here, since SentencePiece samples others in every process.
     """
     sentences = cut(texts, TRAINING_CHARACTERS)
-    digest = hashlib.sha256(f"{sentencepiece.__version__} {vocab_size} {TRAINING_SENTENCES}\n".encode())
+    if len(sentences) > TRAINING_SENTENCES:
+        sentences = random.Random(0).sample(sentences, TRAINING_SENTENCES)
+    digest = hashlib.sha256(f"{sentencepiece.__version__} {vocab_size}\n".encode())
     for sentence in sentences:
         digest.update(sentence.encode() + b"\n")
     path = cache / f"tokenizer-{digest.hexdigest()[:16]}.model"
     if not path.is_file():
-        write_whole(path, fit(sentences, vocab_size, input_sentence_size=TRAINING_SENTENCES))
+        write_whole(path, fit(sentences, vocab_size))
     return from_sentencepiece(path.read_bytes(), "unigram")
 
 
@@ -284,7 +287,6 @@ def fit(sentences: list[str], vocab_size: int, **options) -> bytes:
             unk_id=2,
             bos_id=-1,
             pad_piece="<pad>",
-            shuffle_input_sentence=True,
             minloglevel=2,
             **options,
         )

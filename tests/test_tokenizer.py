@@ -387,6 +387,25 @@ def test_the_same_command_gives_the_same_model(files, tmp_path):
     assert done.stdout.endswith(f"b.model, 300 ids + 100 sentinels: use it with data.tokenizer={tmp_path}/b.model\n")
 
 
+def test_every_process_trains_the_same_tokenizer_on_a_corpus_that_it_samples(corpus, tmp_path):
+    """SentencePiece's own sample is another one in every process, and only there."""
+    code = """if True:
+        import json, pathlib, sys
+        from nanoT5 import tokenizer
+        texts = [json.loads(line)["text"] for line in open(sys.argv[1])]
+        tokenizer.TRAINING_SENTENCES = 300
+        assert len(tokenizer.cut(texts)) > 600
+        print(tokenizer.train(texts, 400, pathlib.Path(sys.argv[2])).sha256)
+    """
+    trained = [
+        subprocess.run(
+            [sys.executable, "-c", code, corpus, tmp_path / name], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        for name in "ab"
+    ]
+    assert trained[0] == trained[1] and len(trained[0]) == 65
+
+
 def test_byte_fallback_spells_what_has_no_piece(files, tiny, tmp_path):
     done = script(tmp_path / "x.model", "data=text", f"data.path={files}", "data.vocab_size=600", "--byte-fallback")
     assert done.returncode == 0, done.stderr
